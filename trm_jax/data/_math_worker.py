@@ -1,0 +1,79 @@
+"""Program of a verifier's worker process: JSON lines in, JSON lines out, math-verify in the main thread.
+
+It is run as a file, not imported: a worker must start without JAX, and without a fork of a process that has JAX's
+threads. It ends when its input closes, which also happens when its parent is killed; while it computes, a limit on
+processor time stands in for the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+_MEMORY_BYTES = 4 * 2**30
+
+
+def main(soft_limit: int, hard_limit: int) -> None:
+    """Answers ``{"gold", "answer"}`` requests with ``{"status", "correct"}`` until the input ends.
+
+    Args:
+      soft_limit: seconds that one parse or comparison may take before math-verify's alarm ends it.
+      hard_limit: seconds of processor time after which the kernel ends the process.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints stays out of the replies
+    try:
+        math_verify = importlib.import_module("math_verify")
+    except Exception as error:
+        replies.write(json.dumps({"status": "failed", "error": f"{type(error).__name__}: {error}"}) + "\n")
+        return
+    _limit_memory()
+    replies.write(json.dumps({"status": "ready"}) + "\n")
+    for line in sys.stdin:
+        _limit_processor_time(hard_limit)
+        replies.write(json.dumps(_answer(math_verify, json.loads(line), soft_limit)) + "\n")
+
+
+def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[str, Any]:
+    started = time.monotonic()
+    try:
+        gold = math_verify.parse(f"${request['gold']}$", parsing_timeout=soft_limit)
+        if not gold:
+            return {"status": "error", "correct": False}
+        answer = math_verify.parse(request["answer"], parsing_timeout=soft_limit)
+        correct = bool(math_verify.verify(gold, answer, timeout_seconds=soft_limit))
+    except BaseException:  # math-verify's timeout is no Exception, and deep nesting or memory may end a call anywhere
+        return {"status": "error", "correct": False}
+    # math-verify swallows its own alarm and says False: the clock tells such a False from a plain one.
+    late = not correct and time.monotonic() - started >= soft_limit
+    return {"status": "timeout" if late else "scored", "correct": correct}
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+
+
+def _limit_processor_time(seconds: int) -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,161 @@
+"""Full-vocabulary comparison of two policies from their logits.
+
+KL is a shifted cumulant, so that values near 1e-9 keep their digits in float32: with ``x = (z_θ - z_roll) - c0``,
+``c0`` the logit difference of the sampled token, ``u = E_roll[expm1 x]`` and ``b = E_roll[x]``,
+
+    ``lse_θ - lse_roll = c0 + log1p(u)``  and  ``KL(π_roll ‖ π_θ) = log1p(u) - b``.
+
+Policies far apart (``|u| >= 1/2``) use ``lse_θ - lse_roll - E_roll[z_θ - z_roll]``, which no longer cancels there.
+TV is ``½ Σ π_roll |expm1(x - log1p u)|``: subtracting two softmaxes would carry the rounding of both normalisers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from trm_jax.checks import in_range, same_shape
+from trm_jax.numerics import AnyArray
+from trm_jax.types import VocabDivergence
+
+__all__ = ["Softmax", "logits_divergence", "softmax_statistics", "vocab_divergence"]
+
+_FAR_APART = 0.5
+_EXPONENT_LIMIT = 60.0
+
+
+class Softmax(NamedTuple):
+    """Statistics of one softmax row: enough for log-probs, entropy and expectations.
+
+    Attributes:
+      unnormalised: ``exp(z - max)``, ``[..., V]``.
+      total: its sum, at least 1 (1 for a row without any token), ``[...]``.
+      logsumexp: ``[...]``, ``-inf`` for a row without any token.
+      entropy: nats, ``[...]``.
+      logps: log-prob of the token, ``[...]``; ``-inf`` for a token outside the support.
+    """
+
+    unnormalised: Float[Array, "*S V"]
+    total: Float[Array, "*S"]
+    logsumexp: Float[Array, "*S"]
+    entropy: Float[Array, "*S"]
+    logps: Float[Array, "*S"]
+
+
+def take_token(values: Array, tokens: Array) -> Array:
+    """``values[..., tokens]`` along the last axis."""
+    return jnp.take_along_axis(values, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
+
+
+def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -> Softmax:
+    """Normaliser, entropy and token log-prob of float32 logits; ``-inf`` logits are outside the support.
+
+    The most likely tokens stay out of the sum that is added to 1, so that log-probs and entropies of nearly
+    deterministic rows keep their relative accuracy.
+    """
+    top = jnp.max(logits, axis=-1, initial=-jnp.inf)
+    empty = top == -jnp.inf
+    shifted = logits - jnp.where(empty, 0.0, top)[..., None]
+    unnormalised = jnp.exp(shifted)
+    at_top = shifted == 0.0
+    rest = jnp.sum(jnp.where(at_top, 0.0, unnormalised), axis=-1)
+    log_total = jnp.log1p(jnp.where(empty, 0.0, rest + (jnp.sum(at_top, axis=-1) - 1.0)))
+    total = jnp.exp(log_total)
+    moment = jnp.sum(jnp.where(unnormalised > 0, unnormalised * shifted, 0.0 * unnormalised), axis=-1)
+    return Softmax(
+        unnormalised=unnormalised,
+        total=total,
+        logsumexp=jnp.where(empty, -jnp.inf, top + log_total),
+        entropy=log_total - moment / total,
+        logps=take_token(shifted, tokens) - log_total,
+    )
+
+
+def logits_divergence(
+    policy_logits: Float[Array, "*S V"], rollout_logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *, with_tv: bool
+) -> VocabDivergence:
+    """``vocab_divergence`` on float32 logits that contain the temperature; the form that the fused operators share."""
+    policy = softmax_statistics(policy_logits, tokens)
+    rollout = softmax_statistics(rollout_logits, tokens)
+    in_policy, in_rollout = policy_logits > -jnp.inf, rollout_logits > -jnp.inf
+    weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
+    both = in_policy & in_rollout
+    # NaN logits compare False and must still reach the result.
+    both = both | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
+    raw = jnp.where(both, policy_logits - rollout_logits, 0.0)
+
+    top = jnp.argmax(jnp.where(both, weight, -1.0), axis=-1)
+    shift = jnp.where(take_token(both, tokens), take_token(raw, tokens), take_token(raw, top))
+    x = raw - shift[..., None]
+
+    # Outside the policy's support expm1(-inf) = -1 and KL is infinite; outside the rollout's, mass is missing from u.
+    ratio = jnp.where(both, jnp.expm1(jnp.minimum(x, _EXPONENT_LIMIT)), -1.0)
+    u = jnp.sum(weight * ratio, axis=-1)
+    b = jnp.sum(jnp.where(both, weight * x, 0.0), axis=-1)
+    outside = jnp.sum(jnp.where(in_rollout, 0.0, policy.unnormalised), axis=-1) / policy.total
+    covered = jnp.log1p(-jnp.minimum(outside, _FAR_APART))
+
+    difference = policy.logsumexp - rollout.logsumexp
+    difference = jnp.where(jnp.isneginf(rollout.logsumexp) | jnp.isneginf(policy.logsumexp), 0.0, difference) - shift
+    log1p_u = jnp.log1p(jnp.clip(u, -_FAR_APART, _FAR_APART))
+    close = log1p_u - covered
+    # The last test catches mass that float32 lost in u because its rollout probability underflowed.
+    far = (jnp.abs(u) >= _FAR_APART) | (outside >= _FAR_APART) | (jnp.abs(close - difference) > 0.05)
+    normaliser = jnp.where(far & ~jnp.isnan(u), difference, close)
+    kl = jnp.maximum(normaliser - b, 0.0)
+    kl = jnp.where(jnp.any(in_rollout & ~in_policy, axis=-1), jnp.inf, kl)
+    kl = jnp.where(jnp.isnan(u) | jnp.isnan(difference), jnp.nan, kl)
+
+    tv = None
+    if with_tv:
+        d = x - normaliser[..., None]
+        moved = jnp.where(both & (d <= 1.0), weight * jnp.abs(jnp.expm1(jnp.minimum(d, 1.0))), 0.0)
+        plain = jnp.abs(policy.unnormalised / policy.total[..., None] - weight)
+        tv = 0.5 * jnp.sum(jnp.where(both & (d <= 1.0), moved, plain), axis=-1)
+        tv = jnp.minimum(tv, 1.0)
+        tv = jnp.where(jnp.isnan(u) | jnp.isnan(difference), jnp.nan, tv)
+    return VocabDivergence(
+        policy_logps=policy.logps,
+        rollout_logps=rollout.logps,
+        token_kl=kl,
+        token_tv=tv,
+        policy_entropy=policy.entropy,
+        rollout_entropy=rollout.entropy,
+    )
+
+
+def vocab_divergence(
+    policy_logits: Float[AnyArray, "*S V"],
+    rollout_logits: Float[AnyArray, "*S V"],
+    tokens: Int[AnyArray, "*S"],
+    *,
+    temperature: float = 1.0,
+) -> VocabDivergence:
+    """KL(π_roll ‖ π_θ), total variation, entropies and token log-probs from full logits (TRM 2.3).
+
+    Args:
+      policy_logits: ``[..., V]``, before the temperature; ``-inf`` marks tokens outside the support (top-k, top-p).
+      rollout_logits: ``[..., V]``, likewise; the two supports may differ.
+      tokens: ``[...]`` sampled token ids in ``[0, V)``.
+      temperature: positive; both logits are divided by it.
+
+    Returns:
+      ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that the
+      policy cannot; identical logits give exactly 0; a NaN logit gives NaN.
+
+    Raises:
+      ValueError: on shapes that do not match or a temperature that is not positive.
+
+    >>> out = vocab_divergence(jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75])), jnp.array(0))
+    >>> print(out.token_kl.round(4), out.token_tv.round(4), out.policy_logps.round(4))
+    0.1308 0.25 -0.6931
+    """
+    shape = same_shape(policy_logits=policy_logits, rollout_logits=rollout_logits)
+    if tuple(tokens.shape) != shape[:-1]:
+        raise ValueError(f"tokens must be {list(shape[:-1])}, the logits without their last axis, given {tokens.shape}")
+    in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
+    policy = jnp.asarray(policy_logits).astype(jnp.float32) / temperature
+    rollout = jnp.asarray(rollout_logits).astype(jnp.float32) / temperature
+    return logits_divergence(policy, rollout, jnp.asarray(tokens), with_tv=True)

@@ -1,0 +1,273 @@
+"""Reads a llama GGUF file into float32 arrays under Hugging Face names, one tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+import numpy as np
+from jaxtyping import Float32
+
+if TYPE_CHECKING:
+    import gguf
+
+__all__ = ["SUPPORTED_FORMATS", "GGUFModel", "LlamaConfig", "read_gguf", "unpermute_rope"]
+
+SUPPORTED_FORMATS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
+
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class LlamaConfig(TypedDict):
+    """Shape of a llama model, in Hugging Face's words. A plain dict at run time; ids that the file lacks are None."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GGUFModel:
+    """A checked GGUF file. The file stays mapped, and must stay in place, while this object lives.
+
+    Attributes:
+      path: where it was read from.
+      config: its shape.
+      tensors: Hugging Face name → float32 array, ``[out, in]`` for matrices; dequantised anew at each access, so that
+        a pass over ``tensors.items()`` holds one tensor at a time. Model order.
+      tokenizer: the ``tokenizer.*`` metadata, as ``PretrainedTokenizer`` takes them.
+    """
+
+    path: Path
+    config: LlamaConfig
+    tensors: Mapping[str, Float32[np.ndarray, ...]]
+    tokenizer: Mapping[str, Any]
+
+
+def unpermute_rope(weight: Float32[np.ndarray, "out in"], n_heads: int) -> Float32[np.ndarray, "out in"]:
+    """Undoes llama.cpp's reordering of query or key rows.
+
+    llama.cpp turns neighbouring coordinates ``(2j, 2j + 1)`` of a head, Hugging Face ``(j, j + head_dim/2)``; its
+    converter therefore interleaves the two halves of each head's rows. This puts them back (``permute`` of
+    llama.cpp's ``convert_hf_to_gguf.py``, inverted).
+
+    Args:
+      weight: projection in GGUF row order; ``out = n_heads * head_dim``, ``head_dim`` even.
+      n_heads: query heads for a query projection, key/value heads for a key projection.
+
+    Returns:
+      The same rows in Hugging Face order.
+
+    Raises:
+      ValueError: when the rows do not split into ``n_heads`` heads of even width.
+
+    Example:
+      >>> import numpy as np
+      >>> unpermute_rope(np.array([[0], [2], [1], [3]], np.float32), n_heads=1).ravel().tolist()
+      [0.0, 1.0, 2.0, 3.0]
+    """
+    rows, columns = weight.shape
+    if n_heads < 1 or rows % (2 * n_heads):
+        raise ValueError(f"{rows} rows do not split into n_heads={n_heads} heads of even width.")
+    return weight.reshape(n_heads, rows // n_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def read_gguf(path: str | Path) -> GGUFModel:
+    """Opens a llama GGUF file and checks that it holds exactly the tensors its metadata promise.
+
+    Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supported: architecture ``llama`` (dense, no
+    biases, plain rotary positions), tensor formats F32, F16, Q8_0, Q4_0 and Q4_1. Needs the ``pretrained`` extra.
+
+    Args:
+      path: the ``.gguf`` file.
+
+    Returns:
+      Config, lazily dequantised tensors and tokenizer metadata. A tensor with a NaN or infinite value raises
+      ValueError when it is read.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      ValueError: for a truncated or damaged file, another architecture, and missing, surplus, wrongly shaped or
+        unsupported tensors, each by its name.
+      ImportError: when the ``gguf`` package is not installed.
+
+    Example:
+      >>> read_gguf("no/such.gguf")
+      Traceback (most recent call last):
+      FileNotFoundError: no/such.gguf: no such file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file.")
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("Reading GGUF files needs the 'gguf' package: pip install 'trm-jax[pretrained]'.") from error
+
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path} ({size} bytes) is not a whole GGUF file: truncated, damaged or of another kind ({error}). "
+            "Fetch it again."
+        ) from error
+    if reader.endianess != gguf.GGUFEndian.LITTLE:
+        raise ValueError(f"{path}: big-endian GGUF is not supported; convert it with gguf-convert-endian.")
+
+    present = {tensor.name: tensor for tensor in reader.tensors}
+    config = _read_config(path, reader, tied="output.weight" not in present)
+    expected = _expected_tensors(config)
+    _check_tensors(path, present, expected)
+    sources = {hf: (present[name], heads) for name, (hf, _, heads) in expected.items()}
+    tokenizer = {key: field.contents() for key, field in reader.fields.items() if key.startswith("tokenizer.")}
+    return GGUFModel(path=path, config=config, tensors=_LazyTensors(path, sources), tokenizer=tokenizer)
+
+
+class _LazyTensors(Mapping[str, np.ndarray]):
+    def __init__(self, path: Path, sources: dict[str, tuple[gguf.ReaderTensor, int | None]]) -> None:
+        self._path = path
+        self._sources = sources
+
+    def __getitem__(self, name: str) -> Float32[np.ndarray, ...]:
+        import gguf
+
+        tensor, heads = self._sources[name]
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if np.may_share_memory(weight, tensor.data):  # F32 comes as a view of the read-only file
+            weight = np.array(weight)
+        if not np.isfinite(weight).all():
+            raise ValueError(f"{self._path}: tensor {tensor.name} holds NaN or infinite values; fetch the file again.")
+        return weight if heads is None else unpermute_rope(weight, heads)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def _read_config(path: Path, reader: gguf.GGUFReader, *, tied: bool) -> LlamaConfig:
+    def get(key: str, default: Any = None) -> Any:
+        field = reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def need(key: str) -> Any:
+        value = get(key)
+        if value is None:
+            raise ValueError(f"{path}: metadata key {key!r} is missing.")
+        if isinstance(value, list):
+            raise ValueError(f"{path}: metadata key {key!r} differs by layer ({value}); one value is required.")
+        return value
+
+    architecture = need("general.architecture")
+    if architecture != "llama":
+        raise ValueError(f"{path}: architecture {architecture!r} is not supported; 'llama' is required.")
+    if get("llama.expert_count", 0):
+        raise ValueError(f"{path}: llama.expert_count={get('llama.expert_count')}: only dense models are supported.")
+    if get("llama.rope.scaling.type", "none") != "none":
+        scaling = get("llama.rope.scaling.type")
+        raise ValueError(f"{path}: llama.rope.scaling.type={scaling!r}: only plain rotary positions are supported.")
+
+    hidden_size, heads = int(need("llama.embedding_length")), int(need("llama.attention.head_count"))
+    head_dim = int(get("llama.attention.key_length", hidden_size // heads))
+    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+        if get(key, head_dim) != head_dim:
+            raise ValueError(f"{path}: {key}={get(key)} must equal the head width {head_dim}.")
+    kv_key = "llama.attention.head_count_kv"
+    vocab_size = get("llama.vocab_size") or len(get("tokenizer.ggml.tokens", []))
+    if not vocab_size:
+        raise ValueError(f"{path}: metadata key 'llama.vocab_size' is missing.")
+    return LlamaConfig(
+        vocab_size=int(vocab_size),
+        hidden_size=hidden_size,
+        intermediate_size=int(need("llama.feed_forward_length")),
+        num_hidden_layers=int(need("llama.block_count")),
+        num_attention_heads=heads,
+        num_key_value_heads=heads if get(kv_key) is None else int(need(kv_key)),
+        head_dim=head_dim,
+        rms_norm_eps=_shortest(need("llama.attention.layer_norm_rms_epsilon")),
+        rope_theta=_shortest(get("llama.rope.freq_base", 10_000.0)),
+        max_position_embeddings=int(need("llama.context_length")),
+        tie_word_embeddings=tied,
+        bos_token_id=get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=get("tokenizer.ggml.eos_token_id"),
+        pad_token_id=get("tokenizer.ggml.padding_token_id"),
+    )
+
+
+def _shortest(value: float) -> float:
+    """GGUF stores float32: 9.999999747378752e-06 was meant to be 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _expected_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
+    """GGUF name → (Hugging Face name, shape, heads of a permuted projection)."""
+    width, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    q_width, kv_width = heads * config["head_dim"], kv_heads * config["head_dim"]
+    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
+        "attn_norm": ((width,), None),
+        "attn_q": ((q_width, width), heads),
+        "attn_k": ((kv_width, width), kv_heads),
+        "attn_v": ((kv_width, width), None),
+        "attn_output": ((width, q_width), None),
+        "ffn_norm": ((width,), None),
+        "ffn_gate": ((ffn, width), None),
+        "ffn_up": ((ffn, width), None),
+        "ffn_down": ((width, ffn), None),
+    }
+    expected: dict[str, tuple[str, tuple[int, ...], int | None]] = {
+        "token_embd.weight": ("model.embed_tokens.weight", (vocab, width), None)
+    }
+    for layer in range(config["num_hidden_layers"]):
+        for part, (shape, permuted_heads) in shapes.items():
+            hf = f"model.layers.{layer}.{_BLOCK_NAMES[part]}.weight"
+            expected[f"blk.{layer}.{part}.weight"] = (hf, shape, permuted_heads)
+    expected["output_norm.weight"] = ("model.norm.weight", (width,), None)
+    if not config["tie_word_embeddings"]:
+        expected["output.weight"] = ("lm_head.weight", (vocab, width), None)
+    return expected
+
+
+def _check_tensors(
+    path: Path,
+    present: Mapping[str, gguf.ReaderTensor],
+    expected: Mapping[str, tuple[str, tuple[int, ...], int | None]],
+) -> None:
+    problems = [f"missing: {name}" for name in expected if name not in present]
+    for name, tensor in present.items():
+        shape = tuple(int(size) for size in reversed(cast("list[int]", tensor.shape.tolist())))  # ggml counts backwards
+        if name not in expected:
+            problems.append(f"surplus: {name} {shape}")
+        elif shape != expected[name][1]:
+            problems.append(f"wrong shape: {name} is {shape}, the metadata require {expected[name][1]}")
+        elif tensor.tensor_type.name not in SUPPORTED_FORMATS:
+            formats = ", ".join(SUPPORTED_FORMATS)
+            problems.append(f"unsupported format: {name} is {tensor.tensor_type.name}, supported are {formats}")
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise ValueError(f"{path}: {shown}.")

@@ -1,0 +1,4 @@
+"""Token log-probs of a linear head: dispatch, readable specification, portable chunked form."""
+
+from trm_jax.ops.linear_logps._api import linear_logps as linear_logps
+from trm_jax.ops.linear_logps._types import LinearLogps as LinearLogps

@@ -1,0 +1,3 @@
+"""Full-vocabulary divergences of two linear heads: dispatch, readable specification, portable chunked form."""
+
+from trm_jax.ops.linear_vocab_divergence._api import linear_vocab_divergence as linear_vocab_divergence

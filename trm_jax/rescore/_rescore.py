@@ -1,0 +1,104 @@
+"""``RolloutBatch`` → ``ScoredBatch``: what the training model thinks of what was sampled, before the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from trm_jax import ops
+from trm_jax.models import ComputeConfig, Transformer
+from trm_jax.rescore._policy import policy_logps, response_states
+from trm_jax.types import RolloutBatch, ScoredBatch
+
+__all__ = ["rescore"]
+
+
+def rescore(
+    graphdef: Any,
+    params: nnx.State,
+    rollout: RolloutBatch,
+    rollout_head: Float[Array, "V D"] | None,
+    *,
+    compute: ComputeConfig,
+    microbatches: int = 1,
+) -> tuple[ScoredBatch, dict[str, tuple[Array, Array]]]:
+    """Recomputes log-probs of the sampled tokens and, where hidden states were recorded, the exact KL and TV.
+
+    ``proximal_logps`` are log π_train at the rollout's temperature (and support). With ``rollout.hidden`` and
+    ``rollout_head``, ``token_kl`` = KL(π_roll ‖ π_train) and ``token_tv`` are sums over the whole vocabulary (TRM 2.3), and
+    the log-probs that follow from the recorded states are held against the recorded ones.
+
+    Args:
+      graphdef: of the ``Transformer``.
+      params: the training weights before the update.
+      rollout: what the engine sampled.
+      rollout_head: the head that the engine made its logits with; needed when ``rollout.hidden`` is given.
+      compute: the training side's arithmetic.
+      microbatches: row groups processed one after another, to bound memory; divides ``B``.
+
+    Returns:
+      The scored batch, and ``{"max/recorded_logp_error": (value, 1)}`` when it could be taken: the largest difference
+      between a recorded log-prob and the one that the recorded hidden state and head give. Above rounding, the record is
+      not what the engine sampled from.
+
+    Raises:
+      ValueError: hidden states without a head, or ``microbatches`` that does not divide ``B``.
+    """
+    rows = rollout.response_tokens.shape[0]
+    if rows % microbatches:
+        raise ValueError(f"microbatches={microbatches} must divide the {rows} rows of the rollout.")
+    if rollout.hidden is not None and rollout_head is None:
+        raise ValueError("the rollout holds hidden states; pass rollout_head, the head that made its logits.")
+    model: Transformer = nnx.merge(graphdef, params)
+
+    def one(part: RolloutBatch) -> dict[str, Array | None]:
+        hidden = response_states(model, part, compute=compute)
+        logps, entropy = policy_logps(model, part, compute=compute, hidden=hidden)
+        out: dict[str, Array | None] = {"logps": logps, "entropy": entropy}
+        if part.hidden is None or rollout_head is None:
+            return out
+        batch, length, width = hidden.shape
+        support = None if part.support is None else part.support.reshape(batch * length, -1)
+        divergence = ops.linear_vocab_divergence(
+            hidden.reshape(-1, width),
+            model.head().astype(compute.jnp_dtype),
+            part.hidden.reshape(-1, width),
+            rollout_head,
+            part.response_tokens.reshape(-1),
+            temperature=part.temperature,
+            support=support,
+        )
+        shape = (batch, length)
+        assert divergence.token_tv is not None
+        return out | {
+            "kl": divergence.token_kl.reshape(shape),
+            "tv": divergence.token_tv.reshape(shape),
+            "rollout_logps": divergence.rollout_logps.reshape(shape),
+            "rollout_entropy": divergence.rollout_entropy.reshape(shape),
+        }
+
+    if microbatches == 1:
+        out = one(rollout)
+    else:
+        # Rows m, m + M, m + 2M, ... form part m: rows that are sharded over devices stay where they are.
+        parts = jax.tree.map(lambda x: x.reshape(rows // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), rollout)
+        stacked = jax.lax.map(one, parts)
+        out = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, *x.shape[2:]), stacked)
+    scored = ScoredBatch(
+        proximal_logps=out["logps"],
+        rollout_logps=rollout.rollout_logps,
+        response_mask=rollout.response_mask,
+        token_kl=out.get("kl"),
+        token_tv=out.get("tv"),
+        policy_entropy=out["entropy"],
+        rollout_entropy=out.get("rollout_entropy"),
+    )
+    checks: dict[str, tuple[Array, Array]] = {}
+    if "rollout_logps" in out:
+        error = jnp.where(rollout.response_mask, jnp.abs(out["rollout_logps"] - rollout.rollout_logps), 0.0)
+        checks["max/recorded_logp_error"] = (jnp.max(error), jnp.ones((), jnp.float32))
+    return scored, checks

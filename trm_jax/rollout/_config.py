@@ -1,0 +1,114 @@
+"""Options of the rollout side: how it samples, how it computes, how it schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trm_jax.models import ComputeConfig, WeightFormat
+
+__all__ = ["EngineConfig", "RolloutNumerics", "SamplingConfig"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """The distribution that tokens are drawn from.
+
+    Attributes:
+      temperature: logits are divided by it; > 0.
+      top_p: nucleus mass in (0, 1]; the smallest set of most likely tokens that reaches it is renormalised. Below 1 the
+        kept tokens are recorded, so that the training side can apply the same support.
+      greedy: take the most likely token (evaluation only; the recorded log-prob is then 0, that of a point mass).
+
+    Raises:
+      ValueError: naming field, value and rule.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature={self.temperature}: must be above 0. For the most likely token, set greedy=true."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must lie in (0, 1]; 1 keeps the whole vocabulary.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutNumerics:
+    """How the engine's arithmetic differs from the trainer's, each source by its own switch.
+
+    Attributes:
+      weight_format: what the engine keeps of the weights: "float32" (the trainer's own), "bfloat16", or weight-only
+        "int8" and "fp8" (per output channel) or "int4" (in groups along the input). Embedding and norms stay as they are.
+      group_size: input channels that share an int4 scale; divides every weight's input width.
+      quantize_head: quantise the output head too.
+      dtype: type of activations and of the key/value cache.
+      routing_jitter: standard deviation of noise on the router's logits (MoE only), in logit units.
+      batch_invariant: fixed-tile arithmetic; with the same on the training side, float32 weights and no lag, rollout and
+        recomputed log-probs are equal to the bit (on CPU).
+
+    Raises:
+      ValueError: naming field, value and rule.
+    """
+
+    weight_format: WeightFormat = "float32"
+    group_size: int = 32
+    quantize_head: bool = False
+    dtype: str = "float32"
+    routing_jitter: float = 0.0
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        formats = ("float32", "bfloat16", "int8", "int4", "fp8")
+        if self.weight_format not in formats:
+            raise ValueError(f"weight_format={self.weight_format!r}: choose one of {', '.join(formats)}.")
+        if self.group_size < 1:
+            raise ValueError(f"group_size={self.group_size}: must be at least 1.")
+        if self.quantize_head and self.weight_format not in ("int8", "int4", "fp8"):
+            raise ValueError(f"quantize_head=true needs a quantised weight_format, not {self.weight_format!r}.")
+        self.compute()
+
+    def compute(self) -> ComputeConfig:
+        """The arithmetic of the engine's forward pass."""
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r}: choose 'float32' or 'bfloat16'.")
+        return ComputeConfig(
+            dtype="bfloat16" if self.dtype == "bfloat16" else "float32",
+            batch_invariant=self.batch_invariant,
+            routing_jitter=self.routing_jitter,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of the continuous batch.
+
+    Attributes:
+      slots: sequences that decode together.
+      max_prompt_length: ``P``, longest prompt in tokens.
+      max_response_length: ``T``, longest response in tokens, the end token included.
+      prefill_rows: prompts in one prefill call.
+      decode_chunk: decode steps between two looks at which slots are free.
+
+    Raises:
+      ValueError: naming field, value and rule.
+    """
+
+    slots: int = 64
+    max_prompt_length: int
+    max_response_length: int
+    prefill_rows: int = 16
+    decode_chunk: int = 8
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name}={getattr(self, field.name)}: must be at least 1.")
+
+    @property
+    def sequence_length(self) -> int:
+        """``P + T``, the length of the cache and of a training row."""
+        return self.max_prompt_length + self.max_response_length

@@ -1,0 +1,167 @@
+"""What a configuration stands for: problems, reward, tokenizer and an untrained (or pretrained) policy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from trm_jax.data import (
+    MathVerifier,
+    Problem,
+    RewardFunction,
+    TaskSpec,
+    Tokenizer,
+    drop_long_prompts,
+    gsm8k_sample_path,
+    held_out,
+    read_gsm8k,
+    reasoning_gym_task,
+    score_batch,
+)
+from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, load_smollm2_model
+from trm_jax.train.config import ModelConfig, TrainConfig
+
+__all__ = ["Experiment", "open_experiment"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Attributes:
+
+    train: problems to learn from.
+    test: held-out problems; no prompt of ``train`` is among them.
+    reward: scores a response's text, in [0, 1].
+    tokenizer: text to ids and back.
+    model: the policy with its initial weights.
+    """
+
+    train: Sequence[Problem]
+    test: Sequence[Problem]
+    reward: RewardFunction | MathVerifier
+    tokenizer: Tokenizer
+    model: Transformer
+
+    def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
+        """Rewards ``[N]`` float32 of responses to problems."""
+        if isinstance(self.reward, MathVerifier):
+            return self.reward.score_batch(problems, responses)
+        return score_batch(self.reward, problems, responses)
+
+    @property
+    def graphdef(self) -> Any:
+        """The model's structure, without weights."""
+        return nnx.graphdef(self.model)
+
+
+def training_compute(config: ModelConfig) -> ComputeConfig:
+    """The training side's arithmetic."""
+    return ComputeConfig(dtype=config.dtype, batch_invariant=config.batch_invariant)
+
+
+@contextlib.contextmanager
+def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
+    """Builds the experiment; worker processes of its verifier live as long as the context.
+
+    Raises:
+      ValueError: for anything that cannot work, before any compilation: unknown task, missing or malformed data, prompts
+        or answers that cannot fit the lengths, an empty held-out set.
+    """
+    task = config.task
+    if task.kind == "reasoning_gym":
+        generated = reasoning_gym_task(task.name, params=task.params, test_permille=task.test_permille)
+        _check_fit(generated.spec, config)
+        model = _scratch(config, generated.tokenizer.vocab_size)
+        test = generated.test(config.eval.prompts) if config.eval.prompts else ()
+        yield Experiment(
+            train=generated.train(task.train_size),
+            test=test,
+            reward=generated,
+            tokenizer=generated.tokenizer,
+            model=model,
+        )
+        return
+    train = read_gsm8k(task.path or gsm8k_sample_path())
+    if task.test_path:
+        seen = {problem.prompt for problem in train}
+        test = [problem for problem in read_gsm8k(task.test_path) if problem.prompt not in seen]
+    else:
+        test = [p for p in train if held_out(p.prompt, test_permille=task.test_permille)]
+        train = [p for p in train if not held_out(p.prompt, test_permille=task.test_permille)]
+    if not train:
+        raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
+    if config.eval.prompts and not test:
+        raise ValueError(
+            "no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0."
+        )
+    model, words = load_smollm2_model(config.model.path or None)
+    train, test = ([_as_chat(p, words, task.system_prompt) for p in part] for part in (train, test))
+    tokenizer = _ChatTokenizer(words)
+    limit = config.rollout.max_prompt_length
+    if task.drop_long_prompts:
+        train, dropped = drop_long_prompts(train, tokenizer, max_prompt_length=limit)
+        if test:
+            test, also = drop_long_prompts(test, tokenizer, max_prompt_length=limit)
+            dropped += also
+        if dropped:
+            print(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
+    with MathVerifier() as verifier:
+        yield Experiment(
+            train=train, test=test[: config.eval.prompts], reward=verifier, tokenizer=tokenizer, model=model
+        )
+
+
+def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:
+    model = config.model
+    shape = TransformerConfig(
+        vocab_size=vocab_size,
+        d_model=model.d_model,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_heads,
+        head_dim=model.d_model // model.n_heads,
+        d_ff=model.d_ff,
+        n_experts=model.n_experts,
+        experts_per_token=model.experts_per_token,
+    )
+    return Transformer(shape, rngs=nnx.Rngs(params=config.seed), param_dtype=jnp.dtype("float32"))
+
+
+def _check_fit(spec: TaskSpec, config: TrainConfig) -> None:
+    spec.check_lengths(
+        max_prompt_length=config.rollout.max_prompt_length, max_response_length=config.rollout.max_response_length
+    )
+
+
+def _as_chat(problem: Problem, tokenizer: Any, system_prompt: str) -> Problem:
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": problem.prompt}]
+    return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
+
+
+class _ChatTokenizer:
+    """A pretrained tokenizer that reads the control tokens of a rendered chat (``render_chat`` refuses them in content)."""
+
+    def __init__(self, words: Any) -> None:
+        self._words = words
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._words.vocab_size)
+
+    @property
+    def pad_id(self) -> int:
+        return int(self._words.pad_id)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return frozenset(self._words.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._words.encode(text, allow_special=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._words.decode(ids))

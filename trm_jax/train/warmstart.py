@@ -1,0 +1,118 @@
+"""Supervised training on (partly wrong) demonstrations, so that RL starts from a policy that sometimes succeeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from trm_jax import ops
+from trm_jax.data import supervised_stream
+from trm_jax.models import ComputeConfig, Transformer
+from trm_jax.train.checkpoint import Checkpointer
+from trm_jax.train.config import TrainConfig
+from trm_jax.train.experiment import Experiment
+from trm_jax.train.state import TrainState, init_state, make_optimizer, state_shardings, warmstart_schedule
+
+__all__ = ["warm_start", "warmstart_directory"]
+
+
+def warmstart_directory(root: Path, config: TrainConfig) -> Path:
+    """Where the warm start of this configuration lives; arms that share it share the directory."""
+    model = dataclasses.replace(config.model, batch_invariant=False)
+    lengths = (config.rollout.max_prompt_length, config.rollout.max_response_length)
+    parts = [dataclasses.asdict(x) for x in (config.task, model, config.warmstart)]
+    digest = hashlib.sha256(json.dumps([parts, lengths, config.seed], sort_keys=True).encode()).hexdigest()
+    return root / "warmstart" / f"seed{config.seed}-{digest[:10]}"
+
+
+def warm_start(
+    experiment: Experiment,
+    config: TrainConfig,
+    directory: Path,
+    mesh: Mesh,
+    *,
+    on_step: Callable[[int, dict[str, float | str]], None],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> nnx.State | None:
+    """Trains the initial policy, or takes it from ``directory`` when it is there.
+
+    Args:
+      experiment: problems with demonstrations, and the model.
+      config: ``config.warmstart`` says how long.
+      directory: its checkpoints; an interrupted warm start continues from the newest.
+      mesh: devices.
+      on_step: called with step and metrics.
+      should_stop: asked after every step; True saves a checkpoint and ends early.
+
+    Returns:
+      The parameters, or None when it was stopped before the end.
+    """
+    options = config.warmstart
+    graphdef, params = nnx.split(experiment.model)
+    schedule = warmstart_schedule(options)
+    optimizer = make_optimizer(config.optimizer, schedule)
+    state = init_state(params, optimizer)
+    shardings = state_shardings(state, optimizer, mesh)
+    state = jax.device_put(state, shardings)
+    stream = supervised_stream(
+        experiment.train,
+        experiment.tokenizer,
+        batch_size=options.batch_size,
+        sequence_length=config.rollout.max_prompt_length + config.rollout.max_response_length,
+        seed=config.seed,
+        corruption_probability=options.corruption,
+    )
+    checkpoints = Checkpointer(directory, keep=1)
+    restored = checkpoints.restore_latest(lambda _: state)
+    first = 0
+    if restored is not None:
+        first, state, saved = restored
+        stream.set_state(saved["stream"])
+    step_fn = jax.jit(_make_step(graphdef, optimizer), donate_argnums=0, out_shardings=(shardings, None))
+    for step in range(first, options.steps):
+        began = time.perf_counter()
+        batch = next(stream)
+        state, (loss, norm) = step_fn(state, batch.tokens, batch.loss_mask)
+        record: dict[str, float | str] = {"step": step + 1, "version": step + 1, "stage": "warmstart"}
+        record |= {"optim/loss": float(loss), "optim/grad_norm": float(norm)}
+        record |= {"optim/learning_rate": float(schedule(step))}
+        record |= {"time/tokens_per_s": float(batch.loss_mask.sum() / (time.perf_counter() - began))}
+        on_step(step + 1, record)
+        done, stopped = step + 1 == options.steps, should_stop()
+        if done or stopped or (step + 1) % (5 * config.checkpoint.every) == 0:
+            checkpoints.save(step + 1, state, {"stream": stream.get_state()})
+        if stopped and not done:
+            return None
+    return state.params
+
+
+def _make_step(
+    graphdef: Any, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Array, Array], tuple[TrainState, tuple[Array, Array]]]:
+    def loss_fn(params: nnx.State, tokens: Array, mask: Array) -> Array:
+        model: Transformer = nnx.merge(graphdef, params)
+        hidden = model(tokens, compute=ComputeConfig()).hidden[:, :-1]
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        logps = ops.linear_logps(flat, model.head(), tokens[:, 1:].reshape(-1)).logps.reshape(hidden.shape[:2])
+        target = mask[:, 1:]
+        return -jnp.sum(jnp.where(target, logps, 0.0)) / jnp.sum(target)
+
+    def step(state: TrainState, tokens: Array, mask: Array) -> tuple[TrainState, tuple[Array, Array]]:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens, mask)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.version + 1)
+        return moved, (loss, optax.global_norm(grads))
+
+    return step
