@@ -90,6 +90,21 @@ def test_runs_that_ended_early_are_no_longer_waited_for():
     assert lines[-1].endswith("left: arm 0:18; all 0:58")  # 18 + 20 + 20
 
 
+def test_a_warm_start_that_is_skipped_is_not_waited_for():
+    stream, clock = io.StringIO(), _Clock()
+    plan = [PlannedRun(arm="warm start", seed=seed, steps=4, stage="warmstart") for seed in (0, 1)]
+    plan += [PlannedRun(arm="TRM", seed=seed, steps=4) for seed in (0, 1)]
+    progress = ConsoleProgress(runs=plan, every=1, console=Console(file=stream, width=200), clock=clock)
+    for seed in (0, 1):
+        progress.start_run("TRM", seed)
+        for step in (1, 2):
+            progress.update(step, {})
+            clock.now += 1.0
+    lines = stream.getvalue().splitlines()
+    assert lines[1].endswith("left: arm 0:02")  # seed 1's warm start may still come
+    assert lines[-1].endswith("left: arm 0:02; all 0:02")
+
+
 def test_names_with_brackets_are_printed_as_they_are():
     stream = io.StringIO()
     plan = [PlannedRun(arm="[red]arm[/red]", seed=0, steps=1)]

@@ -117,7 +117,11 @@ def test_skipped_updates_are_counted(job: Job):
     for row in rows[:3]:
         row["optim/skipped"] = 1
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert _answers(root)[2].details[0].endswith("kept 90.0% of the sequences and skipped 3 of 10 updates.")
+    assert (
+        _answers(root)[2]
+        .details[0]
+        .endswith("kept 90.0% of the sequences and skipped 3 of 10 updates with nothing to train on.")
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ Importing this room is cheap: Grain, reasoning-gym and math-verify are imported 
 
 from trm_jax.data._corruption import corrupt_demonstration as corrupt_demonstration
 from trm_jax.data._encode import encode_prompts as encode_prompts
+from trm_jax.data._number_reward import number_reward as number_reward
+from trm_jax.data._problem import BatchReward as BatchReward
 from trm_jax.data._problem import Problem as Problem
 from trm_jax.data._problem import RewardFunction as RewardFunction
 from trm_jax.data._problem import TaskSpec as TaskSpec
@@ -15,9 +17,9 @@ from trm_jax.data._readers import gsm8k_sample_path as gsm8k_sample_path
 from trm_jax.data._readers import read_gsm8k as read_gsm8k
 from trm_jax.data._readers import read_jsonl as read_jsonl
 from trm_jax.data._reasoning_gym import ReasoningGymTask as ReasoningGymTask
-from trm_jax.data._reasoning_gym import held_out as held_out
 from trm_jax.data._reasoning_gym import reasoning_gym_task as reasoning_gym_task
 from trm_jax.data._reasoning_gym import reasoning_gym_tasks as reasoning_gym_tasks
+from trm_jax.data._split import held_out as held_out
 from trm_jax.data._streams import Stream as Stream
 from trm_jax.data._streams import SupervisedBatch as SupervisedBatch
 from trm_jax.data._streams import drop_long_prompts as drop_long_prompts
@@ -28,4 +30,3 @@ from trm_jax.data._tokenizer import CharTokenizer as CharTokenizer
 from trm_jax.data._tokenizer import Tokenizer as Tokenizer
 from trm_jax.data._verifier import MathVerifier as MathVerifier
 from trm_jax.data._verifier import VerifierCounts as VerifierCounts
-from trm_jax.data._verifier import number_reward as number_reward

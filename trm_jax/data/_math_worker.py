@@ -34,7 +34,7 @@ def main(soft_limit: int, hard_limit: int) -> None:
     except Exception as error:
         replies.write(json.dumps({"status": "failed", "error": f"{type(error).__name__}: {error}"}) + "\n")
         return
-    _limit_memory()
+    _limit_memory_and_core()
     replies.write(json.dumps({"status": "ready"}) + "\n")
     for line in sys.stdin:
         _limit_processor_time(hard_limit)
@@ -56,13 +56,14 @@ def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[
     return {"status": "timeout" if late else "scored", "correct": correct}
 
 
-def _limit_memory() -> None:
+def _limit_memory_and_core() -> None:
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the limit on processor time would leave a core file
 
 
 def _limit_processor_time(seconds: int) -> None:

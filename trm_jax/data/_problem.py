@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
 
-__all__ = ["Problem", "RewardFunction", "TaskSpec", "score_batch"]
+__all__ = ["BatchReward", "Problem", "RewardFunction", "TaskSpec", "score_batch"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,19 @@ class Problem:
 
 RewardFunction = Callable[[Problem, str], float]
 """``reward(problem, response) -> float``; plain text in, one number out, and no exception on any response."""
+
+
+@runtime_checkable
+class BatchReward(Protocol):
+    """A reward function that also scores a whole batch at once."""
+
+    def __call__(self, problem: Problem, response: str) -> float:
+        """The reward of one response."""
+        ...
+
+    def score_batch(self, problems: Sequence[Problem], responses: Sequence[str]) -> Sequence[float] | np.ndarray:
+        """The rewards of a batch, one a response."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +120,7 @@ def score_batch(
 ) -> Float32[np.ndarray, " B"]:
     """Rewards of a batch of responses, one call a row.
 
-    A reward object with a method ``score_batch(problems, responses)`` of its own (the worker processes of
-    ``MathVerifier``) is asked for the whole batch at once.
+    A ``BatchReward`` (such as ``MathVerifier``, with its worker processes) is asked for the whole batch at once.
 
     Args:
       reward: a reward function.
@@ -128,10 +140,9 @@ def score_batch(
     """
     if len(problems) != len(responses):
         raise ValueError(f"{len(problems)} problems but {len(responses)} responses; one response a problem is required")
-    whole_batch = getattr(reward, "score_batch", None)
     values = (
-        whole_batch(problems, responses)
-        if whole_batch is not None
+        reward.score_batch(problems, responses)
+        if isinstance(reward, BatchReward)
         else [float(reward(problem, response)) for problem, response in zip(problems, responses, strict=True)]
     )
     rewards = np.asarray(values, dtype=np.float32).reshape(len(problems))

@@ -1,71 +1,26 @@
-"""Rewards for mathematical answers: math-verify in worker processes, and a plain comparison of numbers."""
+"""Rewards for mathematical answers, by math-verify in worker processes."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import importlib.util
-import json
 import math
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
 from multiprocessing import connection
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from jaxtyping import Float32
 
+from trm_jax.data._math_process import MathProcess, Outcome
 from trm_jax.data._problem import Problem
 
-__all__ = ["MathVerifier", "VerifierCounts", "number_reward"]
-
-_NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+", re.ASCII)
-_START_SECONDS = 120.0
-_PROGRAM = Path(__file__).with_name("_math_worker.py")
-
-
-def number_reward(problem: Problem, response: str) -> float:
-    """1.0 when the response's final number equals the reference, else 0.0; needs no other package.
-
-    The final number is the first one after the last ``####``, or, without one, the last number of the response.
-    Thousands separators, a dollar sign and trailing zeros make no difference.
-
-    Args:
-      problem: its reference is a number.
-      response: the decoded response; only its last 4,096 characters are read.
-
-    Returns:
-      0.0 or 1.0; 0.0 when there is no number.
-
-    Raises:
-      ValueError: the reference is not a number.
-
-    Example:
-      >>> problem = Problem(prompt="?", reference="1200", source="example", index=0)
-      >>> number_reward(problem, "That makes $1,200.00 in 3 weeks. #### 1,200"), number_reward(problem, "12")
-      (1.0, 0.0)
-    """
-    try:
-        gold = Decimal(problem.reference.replace(",", "").replace("$", ""))
-    except InvalidOperation:
-        raise ValueError(
-            f"the reference of problem {problem.name} is {problem.reference!r}; number_reward needs a number"
-        ) from None
-    tail = response[-4096:]
-    _, marked, final = tail.rpartition("####")
-    numbers = _NUMBER.findall(final)
-    if not numbers:
-        return 0.0
-    return float(Decimal((numbers[0] if marked else numbers[-1]).replace(",", "").replace("$", "")) == gold)
+__all__ = ["MathVerifier", "VerifierCounts"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +82,7 @@ class MathVerifier:
         self._max_response_chars = max_response_chars
         self._counts = VerifierCounts()
         self._lock = threading.Lock()
-        self._workers = [_Worker(time_limit) for _ in range(workers)]
+        self._workers = [MathProcess(time_limit) for _ in range(workers)]
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
     @property
@@ -190,8 +145,8 @@ class MathVerifier:
     ) -> None:
         self.close()
 
-    def _run(self, requests: Sequence[dict[str, str]]) -> list[_Outcome]:
-        outcomes: list[_Outcome] = [("error", False)] * len(requests)
+    def _run(self, requests: Sequence[dict[str, str]]) -> list[Outcome]:
+        outcomes: list[Outcome] = [("error", False)] * len(requests)
         pending = collections.deque(range(len(requests)))
         try:
             while pending or any(worker.job is not None for worker in self._workers):
@@ -208,7 +163,7 @@ class MathVerifier:
             raise
         return outcomes
 
-    def _wait(self, outcomes: list[_Outcome]) -> None:
+    def _wait(self, outcomes: list[Outcome]) -> None:
         """Waits for a reply or the next deadline, and notes what came."""
         active = {worker.output: place for place, worker in enumerate(self._workers) if not worker.idle}
         nearest = min((self._workers[place].deadline for place in active.values()), default=0.0)
@@ -229,94 +184,10 @@ class MathVerifier:
 
     def _replace(self, place: int) -> None:
         self._workers[place].stop()
-        self._workers[place] = _Worker(self._time_limit)
+        self._workers[place] = MathProcess(self._time_limit)
 
 
-_Outcome = tuple[str, bool]
-
-
-class _Worker:
-    """One worker process: starting, then idle (no job) or busy (a job and a deadline), at last dead."""
-
-    def __init__(self, time_limit: float) -> None:
-        self._time_limit = time_limit
-        soft, hard = max(1, int(time_limit // 3)), math.ceil(time_limit) + 1
-        # A fresh interpreter, not a fork: nothing of JAX is in it. -P keeps this folder off its import path.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), str(soft), str(hard)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        self._received = b""
-        self.job: int | None = None
-        self.ready = False
-        self.dead = False
-        self.deadline = time.monotonic() + _START_SECONDS
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def output(self) -> Any:
-        return self._process.stdout
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and self.job is None
-
-    def send(self, job: int, request: dict[str, str]) -> bool:
-        """Hands over a request; False when the process is gone."""
-        assert self._process.stdin is not None
-        line = json.dumps(request).encode() + b"\n"
-        try:
-            while line:
-                line = line[self._process.stdin.write(line) :]
-        except OSError:
-            self.dead = True
-            return False
-        self.job = job
-        self.deadline = time.monotonic() + self._time_limit
-        return True
-
-    def receive(self) -> _Outcome | None:
-        """Reads what has come; an outcome when a request is answered or the process ended on it."""
-        received = os.read(self.output.fileno(), 65536)
-        self._received += received
-        if not received:
-            self.dead = True
-            if not self.ready:
-                raise RuntimeError(f"a math-verify worker ended with status {self._process.wait()} before it was ready")
-            return "error", False
-        if not self._received.endswith(b"\n"):
-            return None
-        reply, self._received = json.loads(self._received), b""
-        if reply["status"] == "failed":
-            raise RuntimeError(f"a math-verify worker cannot start: {reply['error']}")
-        if reply["status"] == "ready":
-            self.ready = True
-            return None
-        return reply["status"], reply["correct"]
-
-    def overrun(self) -> _Outcome:
-        """The deadline has passed: the process must go."""
-        self.dead = True
-        if not self.ready:
-            raise RuntimeError(f"a math-verify worker was not ready after {_START_SECONDS:g} seconds")
-        return "timeout", False
-
-    def stop(self) -> None:
-        """Kills the process and frees what belongs to it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def _stop_all(workers: list[_Worker]) -> None:
+def _stop_all(workers: list[MathProcess]) -> None:
     for worker in workers:
         worker.stop()
 

@@ -35,12 +35,12 @@ class TopKDivergence(NamedTuple):
       tv_upper: upper bound of the total variation, at most 1.
     """
 
-    kl_lower: Float[Array, "..."]
-    tv_lower: Float[Array, "..."]
-    tv_upper: Float[Array, "..."]
+    kl_lower: Float[Array, ...]
+    tv_lower: Float[Array, ...]
+    tv_upper: Float[Array, ...]
 
 
-def k1(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
+def k1(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
     """``-log ρ``: unbiased estimator of KL(π_roll ‖ π_θ) for samples of π_roll, any sign (TRM 4.3).
 
     Args:
@@ -55,7 +55,7 @@ def k1(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     return -as_float32(log_ratio)
 
 
-def k2(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
+def k2(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
     """``(log ρ)² / 2``: symmetric, for the max criterion (TRM 4.3, Schulman 2020).
 
     Args:
@@ -70,7 +70,7 @@ def k2(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     return 0.5 * jnp.square(as_float32(log_ratio))
 
 
-def k3(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
+def k3(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
     """``ρ - 1 - log ρ``: unbiased and non-negative, for averages (TRM 4.3, Schulman 2020).
 
     Args:
@@ -79,7 +79,8 @@ def k3(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     Returns:
       float32, same shape, exact to float32 rounding near 0; ``+inf`` at both infinities; NaN where the input is NaN.
 
-    >>> print(k3(jnp.array([1.0])).round(4))
+    >>> import numpy as np
+    >>> print(np.asarray(k3(jnp.array([1.0])), float).round(4))
     [0.7183]
     """
     return expm1_minus_identity(log_ratio)
@@ -116,7 +117,8 @@ def binary_kl(logp: Float[AnyArray, "*S"], logq: Float[AnyArray, "*S"]) -> Float
     Returns:
       float32, non-negative; ``+inf`` when q = 0 and p > 0; NaN where an input is NaN.
 
-    >>> print(binary_kl(jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))).round(4))
+    >>> import numpy as np
+    >>> print(np.asarray(binary_kl(jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))), float).round(4))
     [0.1438]
     """
     same_shape(logp=logp, logq=logq)
@@ -160,7 +162,8 @@ def log_odds_displacement(
       float32; 0 where both are equal; ``+inf`` when p = 1 or q = 0, ``-inf`` when p = 0 or q = 1; NaN where an input is
       NaN.
 
-    >>> print(log_odds_displacement(jnp.log(jnp.array([0.8])), jnp.log(jnp.array([0.5]))).round(4))
+    >>> import numpy as np
+    >>> print(np.asarray(log_odds_displacement(jnp.log(jnp.array([0.8])), jnp.log(jnp.array([0.5]))), float).round(4))
     [1.3863]
     """
     same_shape(proximal_logps=proximal_logps, rollout_logps=rollout_logps)
@@ -183,7 +186,8 @@ def ratio_from_displacement(
     Returns:
       float32; NaN where p = 1 and ``ε = +inf``, which leaves k undetermined.
 
-    >>> print(ratio_from_displacement(jnp.log(jnp.array([0.8])), jnp.log(jnp.array([4.0]))).round(4))
+    >>> import numpy as np
+    >>> print(np.asarray(ratio_from_displacement(jnp.log(jnp.array([0.8])), jnp.log(jnp.array([4.0]))), float).round(4))
     [1.6]
     """
     same_shape(proximal_logps=proximal_logps, displacement=displacement)
@@ -204,9 +208,10 @@ def topk_divergence(
     Returns:
       ``TopKDivergence`` of float32 arrays without the last axis; NaN where an input is NaN.
 
+    >>> import numpy as np
     >>> p, q = jnp.log(jnp.array([0.5, 0.25])), jnp.log(jnp.array([0.25, 0.25]))
     >>> out = topk_divergence(p, q)
-    >>> print(out.kl_lower.round(4), out.tv_lower, out.tv_upper)
+    >>> print(np.asarray(out.kl_lower, float).round(4), out.tv_lower, out.tv_upper)
     0.1733 0.25 0.5
     """
     same_shape(policy_logps_topk=policy_logps_topk, rollout_logps_topk=rollout_logps_topk)

@@ -74,7 +74,11 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -
 
 
 def logits_divergence(
-    policy_logits: Float[Array, "*S V"], rollout_logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *, with_tv: bool
+    policy_logits: Float[Array, "*S V"],
+    rollout_logits: Float[Array, "*S V"],
+    tokens: Int[Array, "*S"],
+    *,
+    with_tv: bool,
 ) -> VocabDivergence:
     """``vocab_divergence`` on float32 logits that contain the temperature; the form that the fused operators share."""
     policy = softmax_statistics(policy_logits, tokens)
@@ -142,15 +146,15 @@ def vocab_divergence(
       temperature: positive; both logits are divided by it.
 
     Returns:
-      ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that the
-      policy cannot; identical logits give exactly 0; a NaN logit gives NaN.
+      ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that
+      the policy cannot; identical logits give exactly 0; a NaN logit gives NaN.
 
     Raises:
       ValueError: on shapes that do not match or a temperature that is not positive.
 
     >>> out = vocab_divergence(jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75])), jnp.array(0))
-    >>> print(out.token_kl.round(4), out.token_tv.round(4), out.policy_logps.round(4))
-    0.1308 0.25 -0.6931
+    >>> [round(float(x), 4) for x in (out.token_kl, out.token_tv, out.policy_logps)]
+    [0.1308, 0.25, -0.6931]
     """
     shape = same_shape(policy_logits=policy_logits, rollout_logits=rollout_logits)
     if tuple(tokens.shape) != shape[:-1]:

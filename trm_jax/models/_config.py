@@ -31,6 +31,11 @@ class TransformerConfig:
 
     Raises:
       ValueError: for a shape that cannot be built, naming field, value and rule.
+
+    >>> TransformerConfig(vocab_size=16, n_heads=4, n_kv_heads=3)
+    Traceback (most recent call last):
+      ...
+    ValueError: n_kv_heads=3 must divide n_heads=4.
     """
 
     vocab_size: int
@@ -72,28 +77,34 @@ class ComputeConfig:
       batch_invariant: every reduction runs on tiles of one fixed shape, so that a token's result does not depend on
         what else is in the batch: decode, prefill, rescore and training agree to the bit (measured on CPU). Slower.
       row_tile: rows of such a tile.
+      query_tile: queries of a tile of attention.
       routing_jitter: standard deviation of Gaussian noise on the router's logits, in logit units (MoE only); stands
         for the non-deterministic kernels that flip experts in a serving engine.
 
     Raises:
       ValueError: naming field, value and rule.
+
+    >>> ComputeConfig(dtype="bfloat16").jnp_dtype
+    dtype(bfloat16)
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     batch_invariant: bool = False
-    row_tile: int = 16
+    row_tile: int = 64
+    query_tile: int = 8
     routing_jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r}: choose 'float32' or 'bfloat16'.")
-        if self.row_tile < 1:
-            raise ValueError(f"row_tile={self.row_tile}: must be at least 1.")
+        if self.row_tile < 1 or self.query_tile < 1:
+            raise ValueError(f"row_tile={self.row_tile} and query_tile={self.query_tile} must be at least 1.")
         if not self.routing_jitter >= 0:
             raise ValueError(f"routing_jitter={self.routing_jitter}: must be 0 or more.")
 
     @property
     def jnp_dtype(self) -> jnp.dtype:
+        """``dtype`` as JAX wants it."""
         return jnp.dtype(self.dtype)
 
     @property

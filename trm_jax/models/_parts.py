@@ -16,7 +16,7 @@ __all__ = ["apply_rope", "attend", "dense", "feed_forward", "mixture", "rms_norm
 
 
 def dense(x: Array, weight: Array | QuantizedArray, compute: ComputeConfig) -> Array:
-    """``x @ weight`` with float32 accumulation; ``x`` ``[..., in]``, ``weight`` ``[in, out]``; result in compute dtype."""
+    """``x @ weight`` accumulated in float32, in the compute dtype; ``x`` ``[..., in]``, ``weight`` ``[in, out]``."""
     w = dequantize(weight, compute.jnp_dtype)
     y = jnp.matmul(x.astype(compute.jnp_dtype), w, precision=compute.precision, preferred_element_type=jnp.float32)
     return y.astype(compute.jnp_dtype)
@@ -29,7 +29,7 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return (wide * jax.lax.rsqrt(mean_square + eps) * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def apply_rope(x: Float[Array, "... H h"], positions: Int[Array, "..."], theta: float) -> Array:
+def apply_rope(x: Float[Array, "... H h"], positions: Int[Array, ...], theta: float) -> Array:
     """Rotary positions in the "rotate half" convention: coordinates ``i`` and ``i + h/2`` turn together."""
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -73,13 +73,13 @@ def attend(
     if not compute.batch_invariant:
         return jax.vmap(one)(query, key, value, allowed)
     batch, count, n_heads, width = query.shape
-    size = compute.row_tile
+    size = compute.query_tile
     tiles = -(-count // size)
     pad = tiles * size - count
     query = jnp.pad(query, [(0, 0), (0, pad), (0, 0), (0, 0)]).reshape(batch * tiles, size, n_heads, width)
     allowed = jnp.pad(allowed, [(0, 0), (0, pad), (0, 0)]).reshape(batch * tiles, size, allowed.shape[-1])
     keys, values = (jnp.repeat(x, tiles, axis=0) for x in (key, value))
-    out = map_tiles(one, (query, keys, values, allowed), ())
+    out: Array = map_tiles(one, (query, keys, values, allowed), ())
     return out.reshape(batch, tiles * size, n_heads, width)[:, :count]
 
 
@@ -112,9 +112,18 @@ def mixture(
     probability = jax.nn.softmax(chosen_logits, axis=-1)
     share = jnp.sum(jax.nn.one_hot(chosen, config.n_experts, dtype=jnp.float32) * probability[..., None], axis=-2)
 
-    def expert(weights: dict[str, Any]) -> Array:
-        return feed_forward(x, weights, compute)
+    # One matmul over all experts' columns, not one an expert: the same sums, and a shape that every backend likes.
+    gate, up = (_all_experts(x, block[name], compute) for name in ("gate", "up"))
+    hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * share[..., None]
+    down = dequantize(block["down"], compute.jnp_dtype)
+    mixed = dense(hidden.reshape(x.shape[0], -1), down.reshape(-1, down.shape[-1]), compute)
+    return mixed, chosen
 
-    outputs = jax.vmap(expert)({name: block[name] for name in ("gate", "up", "down")})
-    mixed = jnp.einsum("end,ne->nd", outputs.astype(jnp.float32), share, precision=jax.lax.Precision.HIGHEST)
-    return mixed.astype(compute.jnp_dtype), chosen
+
+def _all_experts(
+    x: Float[Array, "N D"], weight: Array | QuantizedArray, compute: ComputeConfig
+) -> Float[Array, "N E F"]:
+    """``x @ weight[e]`` for every expert ``e``; ``weight`` ``[E, D, F]``."""
+    full = dequantize(weight, compute.jnp_dtype)
+    n_experts, width, ff = full.shape
+    return dense(x, full.swapaxes(0, 1).reshape(width, n_experts * ff), compute).reshape(-1, n_experts, ff)

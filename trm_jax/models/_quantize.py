@@ -64,7 +64,11 @@ def quantize(weight: Array, fmt: Literal["int8", "int4", "fp8"], *, group_size: 
 
 
 def dequantize(weight: Array | QuantizedArray, dtype: jnp.dtype) -> Array:
-    """The weight as an array of ``dtype``, ``[..., in, out]``; plain arrays are only cast."""
+    """The weight as an array of ``dtype``, ``[..., in, out]``; plain arrays are only cast.
+
+    >>> print(dequantize(quantize(jnp.array([[1.0], [0.3]]), "int4"), jnp.dtype("float32")).reshape(-1).round(4))
+    [1.     0.2857]
+    """
     if not isinstance(weight, QuantizedArray):
         return weight.astype(dtype)
     grouped = weight.values.astype(jnp.float32) * weight.scales

@@ -28,7 +28,9 @@ def map_tiles(fn: Callable[..., Any], operands: Any, constants: Any) -> Any:
     return jax.lax.map(body, operands)
 
 
-def rowwise(fn: Callable[..., Any], compute: ComputeConfig, rows: tuple[Any, ...], constants: tuple[Any, ...] = ()) -> Any:
+def rowwise(
+    fn: Callable[..., Any], compute: ComputeConfig, rows: tuple[Any, ...], constants: tuple[Any, ...] = ()
+) -> Any:
     """Applies ``fn(*rows, *constants)``, where ``fn`` treats each row by itself.
 
     Args:

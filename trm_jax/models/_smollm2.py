@@ -46,7 +46,7 @@ def load_smollm2_model(path: str | Path | None = None) -> tuple[Transformer, Pre
 
     place = cached_path() if path is None else Path(path)
     if not place.exists():
-        raise ValueError(f"there is no model at {place}. Get it with: trm-jax fetch smollm2 (93 MB), or give model.path.")
+        raise ValueError(f"no model at {place}. Get it with: trm-jax fetch smollm2 (93 MB), or give model.path.")
     config, weights, tokenizer = load_smollm2(place)
     shape = TransformerConfig(
         vocab_size=config["vocab_size"],

@@ -22,6 +22,9 @@ from trm_jax.models._rowwise import rowwise
 
 __all__ = ["KVCache", "Transformer", "TransformerOutput", "init_cache"]
 
+_FLOAT32 = jnp.dtype("float32")
+_ROUTING_ROLE = 2**32 - 1  # apart from the response indices, which sampling folds into the same seed
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +43,12 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TransformerOutput:
-    """Attributes:
+    """What a forward pass returns.
 
-    hidden: ``[B, S, D]`` after the final norm; ``logits = hidden @ head.T``.
-    cache: the cache with this call's positions written, or None when none was given.
-    routed_experts: ``[L, B, S, k]`` int32 chosen experts, or None for a dense model.
+    Attributes:
+      hidden: ``[B, S, D]`` after the final norm; ``logits = hidden @ head.T``.
+      cache: the cache with this call's positions written, or None when none was given.
+      routed_experts: ``[L, B, S, k]`` int32 chosen experts, or None for a dense model.
     """
 
     hidden: Array
@@ -53,7 +57,11 @@ class TransformerOutput:
 
 
 def init_cache(config: TransformerConfig, batch: int, length: int, compute: ComputeConfig) -> KVCache:
-    """An empty cache for ``batch`` rows of at most ``length`` positions, in the compute dtype."""
+    """An empty cache for ``batch`` rows of at most ``length`` positions, in the compute dtype.
+
+    >>> init_cache(TransformerConfig(vocab_size=16), batch=2, length=8, compute=ComputeConfig()).key.shape
+    (2, 2, 8, 4, 24)
+    """
     shape = (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
     return KVCache(jnp.zeros(shape, compute.jnp_dtype), jnp.zeros(shape, compute.jnp_dtype))
 
@@ -104,9 +112,7 @@ class Transformer(nnx.Module):
     (2, 5, 96)
     """
 
-    def __init__(
-        self, config: TransformerConfig, *, rngs: nnx.Rngs, param_dtype: jnp.dtype = jnp.dtype("float32")
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs, param_dtype: jnp.dtype = _FLOAT32) -> None:
         self.config = config
         shape = (config.vocab_size, config.d_model)
 
@@ -139,7 +145,7 @@ class Transformer(nnx.Module):
         """Final hidden states of every position.
 
         Args:
-          tokens: ``[B, S]`` ids in ``[0, V)``, left-aligned rows; what stands on padding never reaches an earlier token.
+          tokens: ``[B, S]`` ids in ``[0, V)``, left-aligned rows; padding on the right never reaches an earlier token.
           positions: ``[B, S]``; default ``0 .. S-1``. With a cache, also the slots that are written.
           segment_ids: ``[B, S]`` for packed rows: a token attends within its segment. Not together with a cache.
           cache: earlier positions. Query ``p`` attends to slots ``0 .. p``.
@@ -149,6 +155,9 @@ class Transformer(nnx.Module):
 
         Returns:
           Hidden states, the updated cache and the routed experts.
+
+        Raises:
+          ValueError: segment ids together with a cache, or routing jitter without seeds.
         """
         config = self.config
         batch, length = tokens.shape
@@ -241,7 +250,8 @@ def _router_noise(seeds: Array, positions: Array, layer: Array, n_experts: int) 
     """Standard normal noise that depends on the row's seed, the position and the layer only."""
 
     def one(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), layer)
+        key = jax.random.fold_in(jax.random.key(seed), jnp.uint32(_ROUTING_ROLE))
+        key = jax.random.fold_in(jax.random.fold_in(key, position), layer)
         return jax.random.normal(key, (n_experts,), jnp.float32)
 
     noise = jax.vmap(jax.vmap(one, (None, 0)))(seeds, positions)

@@ -17,7 +17,7 @@ __all__ = ["ConsoleProgress", "PlannedRun"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """One run of the plan, in the order in which they will be started.
+    """One run of the plan; the runs of one seed are planned in the order in which they will be started.
 
     Attributes:
       arm: the name that the person reads.
@@ -94,9 +94,21 @@ class ConsoleProgress:
         self._bars: Any = self._make_bars() if self._console.is_terminal else None
 
     def start_run(self, arm: str, seed: int, *, first_step: int = 0) -> None:
-        """Begins a run of the plan; ``first_step`` is the number of steps already done when it resumes."""
+        """Begins a run of the plan; ``first_step`` is the number of steps already done when it resumes.
+
+        The run before it, and earlier runs of its seed that were never begun (a warm start that is on disk), are
+        no longer waited for.
+        """
         if (arm, seed) not in self._runs:
             raise ValueError(f"arm {arm!r} with seed {seed} is not in the plan: {sorted(self._runs)}")
+        if self._current is not None:
+            self._ended.add((self._current.arm, self._current.seed))
+        for key in self._runs:
+            if key == (arm, seed):
+                break
+            if key[1] == seed:
+                self._ended.add(key)
+        self._ended.discard((arm, seed))
         self._current = self._runs[arm, seed]
         self._step, self._first, self._stage = first_step, None, ""
         if self._bars is not None:

@@ -183,7 +183,7 @@ def _curve(run: SeedRun, name: str) -> dict[float, float]:
     rows = list(rl_rows(run))
     found = {float(row["step"]): float(row[name]) for row in rows if name in row}
     if name == "accuracy/heldout" and rows and math.isfinite(run.result.accuracy_start):
-        found.setdefault(float(rows[0]["step"]) - 1, run.result.accuracy_start)
+        found.setdefault(max(0.0, float(rows[0]["step"]) - 1), run.result.accuracy_start)
     return {step: value if math.isfinite(value) else math.nan for step, value in found.items()}
 
 

@@ -170,7 +170,7 @@ def _action(arm: ArmSummary) -> str:
     if arm.weights_capped > 0:
         said.append(f"capped the weight of {text.percent(arm.weights_capped)} of the tokens")
     if arm.skipped:
-        said.append(f"skipped {arm.skipped} of {arm.steps} updates")
+        said.append(f"skipped {arm.skipped} of {arm.steps} updates with nothing to train on")
     if not said:
         return f"{name}: nothing was recorded of what its correction did."
     idle = "" if arm.acted else "; it never acted: no threshold was reached"

@@ -198,7 +198,7 @@ _ALL = (
         "update skipped",
         "0/1",
         "whole",
-        "1 when nothing was left to train on or the gradient was not finite, and the optimizer was left untouched.",
+        "1 when nothing was left to train on (all rejected, or no advantage) and the optimizer was left untouched.",
     ),
     _metric("policy/entropy", "policy entropy", "nats", "mean", "Mean entropy of the training policy a token."),
     _metric("rollout/entropy", "rollout entropy", "nats", "mean", "Mean entropy of the sampling policy a token."),

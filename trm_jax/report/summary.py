@@ -44,7 +44,7 @@ class ArmSummary:
       weights_capped: mean capped fraction.
       staleness: mean age of the sampling weights, updates.
       skipped: steps whose update was skipped.
-      steps: reinforcement-learning steps with a record, over all runs.
+      steps: reinforcement-learning steps with a record, over all runs; an evaluation before the first is none.
       seconds: mean wall time of a run.
       tokens: sampled tokens over all runs; None when not every run recorded them.
     """
@@ -110,7 +110,7 @@ def summarise(arm: Arm) -> ArmSummary:
         weights_capped=_mean(arm, "correction/weight_capped_fraction"),
         staleness=_mean(arm, "rollout/staleness_mean"),
         skipped=sum(value > 0 for value in _values(arm, "optim/skipped")),
-        steps=sum(len(list(rl_rows(run))) for run in arm.runs),
+        steps=sum(float(row["step"]) > 0 for run in arm.runs for row in rl_rows(run)),
         seconds=_average([run.result.seconds for run in runs]),
         tokens=sum(recorded) if recorded and len(recorded) == len(tokens) else None,
     )

@@ -142,7 +142,7 @@ class TensorBoardWriter(_Closing):
     """
 
     def __init__(self, directory: Path, *, resume_after: int | None = None) -> None:
-        from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
+        from tensorboardX import SummaryWriter
 
         purge = None if resume_after is None else resume_after + 1
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge)

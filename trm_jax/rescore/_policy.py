@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax import ops
 from trm_jax.models import ComputeConfig, Transformer, head_token_logps
 from trm_jax.rescore._rows import training_rows
 from trm_jax.types import RolloutBatch
 
-__all__ = ["policy_logps", "response_states"]
+__all__ = ["policy_logps", "response_states", "scored_tokens"]
 
 
 def response_states(
     model: Transformer, rollout: RolloutBatch, *, compute: ComputeConfig, remat: bool = False
 ) -> Float[Array, "B T D"]:
-    """Final hidden states from which the training model predicts every response token."""
+    """Final hidden states from which the training model predicts every response token.
+
+    Args:
+      model: the policy; differentiable in its parameters.
+      rollout: the sampled tokens.
+      compute: the training side's arithmetic.
+      remat: recompute activations in the backward pass.
+
+    Returns:
+      ``[B, T, D]`` in the compute dtype; at masked slots, states of padding.
+    """
     tokens, states = training_rows(rollout)
     hidden = model(tokens, compute=compute, remat=remat).hidden
     return jnp.take_along_axis(hidden, states[:, :, None], axis=1)
+
+
+def scored_tokens(rollout: RolloutBatch) -> tuple[Int[Array, " N"], UInt8[Array, "N V8"] | None]:
+    """The sampled tokens and their support, rows of a head; masked slots, which may hold anything, get legal values."""
+    tokens = jnp.where(rollout.response_mask, rollout.response_tokens, 0).reshape(-1)
+    if rollout.support is None:
+        return tokens, None
+    support = jnp.where(rollout.response_mask[:, :, None], rollout.support, jnp.uint8(255))
+    return tokens, support.reshape(tokens.shape[0], -1)
 
 
 def policy_logps(
@@ -40,18 +59,27 @@ def policy_logps(
       hidden: response states, when they have been computed already.
 
     Returns:
-      ``logps`` and ``entropy``, ``[B, T]`` float32; unspecified but finite-gradient values at masked slots.
+      ``logps`` and ``entropy``, ``[B, T]`` float32; at masked slots finite values without a meaning. A token outside
+      its support has ``-inf``.
+
+    Raises:
+      ValueError: a rollout sampled with ``top_p < 1`` that did not record its support.
     """
+    if rollout.top_p < 1 and rollout.support is None:
+        raise ValueError(
+            f"the rollout was sampled with top_p={rollout.top_p} but holds no support: its log-probs cannot be "
+            "compared with the training model's. Record the support at sampling time, or sample with top_p=1."
+        )
     if hidden is None:
         hidden = response_states(model, rollout, compute=compute, remat=remat)
     batch, length, width = hidden.shape
-    flat, tokens = hidden.reshape(-1, width), rollout.response_tokens.reshape(-1)
+    flat = hidden.reshape(-1, width)
+    tokens, support = scored_tokens(rollout)
     if compute.batch_invariant:
         logps, entropy = head_token_logps(
-            flat, model.head(), tokens, temperature=rollout.temperature, compute=compute
+            flat, model.head(), tokens, temperature=rollout.temperature, compute=compute, support=support
         )
     else:
-        support = None if rollout.support is None else rollout.support.reshape(batch * length, -1)
         head = model.head().astype(compute.jnp_dtype)
         out = ops.linear_logps(flat, head, tokens, temperature=rollout.temperature, support=support)
         logps, entropy = out.logps, out.entropy

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from trm_jax import ops
 from trm_jax.models import ComputeConfig, Transformer
-from trm_jax.rescore._policy import policy_logps, response_states
+from trm_jax.rescore._policy import policy_logps, response_states, scored_tokens
 from trm_jax.types import RolloutBatch, ScoredBatch
 
 __all__ = ["rescore"]
@@ -19,7 +19,7 @@ __all__ = ["rescore"]
 
 def rescore(
     graphdef: Any,
-    params: nnx.State,
+    params: nnx.State[Any, Any],
     rollout: RolloutBatch,
     rollout_head: Float[Array, "V D"] | None,
     *,
@@ -29,46 +29,60 @@ def rescore(
     """Recomputes log-probs of the sampled tokens and, where hidden states were recorded, the exact KL and TV.
 
     ``proximal_logps`` are log π_train at the rollout's temperature (and support). With ``rollout.hidden`` and
-    ``rollout_head``, ``token_kl`` = KL(π_roll ‖ π_train) and ``token_tv`` are sums over the whole vocabulary (TRM 2.3), and
-    the log-probs that follow from the recorded states are held against the recorded ones.
+    ``rollout_head``, ``token_kl`` = KL(π_roll ‖ π_train) and ``token_tv`` are sums over the whole vocabulary (TRM 2.3),
+    and the log-probs that follow from the recorded states are held against the recorded ones.
 
     Args:
       graphdef: of the ``Transformer``.
       params: the training weights before the update.
       rollout: what the engine sampled.
-      rollout_head: the head that the engine made its logits with; needed when ``rollout.hidden`` is given.
+      rollout_head: the head that the engine made its logits with (``Engine.head_matrix``); needed when
+        ``rollout.hidden`` is given.
       compute: the training side's arithmetic.
       microbatches: row groups processed one after another, to bound memory; divides ``B``.
 
     Returns:
       The scored batch, and ``{"max/recorded_logp_error": (value, 1)}`` when it could be taken: the largest difference
-      between a recorded log-prob and the one that the recorded hidden state and head give. Above rounding, the record is
-      not what the engine sampled from.
+      between a recorded log-prob and the one that the recorded hidden state and head give. Above rounding, the record
+      is not what the engine sampled from. What stands at masked slots of the rollout reaches no valid slot.
 
     Raises:
-      ValueError: hidden states without a head, or ``microbatches`` that does not divide ``B``.
+      ValueError: hidden states without a head, a truncated rollout without its support, or ``microbatches`` that does
+        not divide ``B``.
+
+    >>> from trm_jax.models import TransformerConfig
+    >>> model = Transformer(TransformerConfig(vocab_size=16), rngs=nnx.Rngs(0))
+    >>> rollout = RolloutBatch(
+    ...     prompt_tokens=jnp.array([[5, 6]]), prompt_mask=jnp.array([[True, True]]),
+    ...     response_tokens=jnp.array([[7, 8, 0]]), response_mask=jnp.array([[True, True, False]]),
+    ...     rollout_logps=jnp.zeros((1, 3)), versions=jnp.zeros((1, 3), jnp.int32),
+    ...     finished=jnp.array([True]), group_ids=jnp.array([0]),
+    ... )  # fmt: skip
+    >>> scored, checks = rescore(*nnx.split(model, nnx.Param), rollout, None, compute=ComputeConfig())
+    >>> scored.proximal_logps.shape, scored.token_kl, checks
+    ((1, 3), None, {})
     """
     rows = rollout.response_tokens.shape[0]
-    if rows % microbatches:
-        raise ValueError(f"microbatches={microbatches} must divide the {rows} rows of the rollout.")
+    if microbatches < 1 or rows % microbatches:
+        raise ValueError(f"microbatches={microbatches} must be at least 1 and divide the {rows} rows of the rollout.")
     if rollout.hidden is not None and rollout_head is None:
         raise ValueError("the rollout holds hidden states; pass rollout_head, the head that made its logits.")
     model: Transformer = nnx.merge(graphdef, params)
 
-    def one(part: RolloutBatch) -> dict[str, Array | None]:
+    def one(part: RolloutBatch) -> dict[str, Array]:
         hidden = response_states(model, part, compute=compute)
         logps, entropy = policy_logps(model, part, compute=compute, hidden=hidden)
-        out: dict[str, Array | None] = {"logps": logps, "entropy": entropy}
+        out = {"logps": logps, "entropy": entropy}
         if part.hidden is None or rollout_head is None:
             return out
         batch, length, width = hidden.shape
-        support = None if part.support is None else part.support.reshape(batch * length, -1)
+        tokens, support = scored_tokens(part)
         divergence = ops.linear_vocab_divergence(
             hidden.reshape(-1, width),
             model.head().astype(compute.jnp_dtype),
             part.hidden.reshape(-1, width),
             rollout_head,
-            part.response_tokens.reshape(-1),
+            tokens,
             temperature=part.temperature,
             support=support,
         )
@@ -85,7 +99,8 @@ def rescore(
         out = one(rollout)
     else:
         # Rows m, m + M, m + 2M, ... form part m: rows that are sharded over devices stay where they are.
-        parts = jax.tree.map(lambda x: x.reshape(rows // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), rollout)
+        split = (rows // microbatches, microbatches)
+        parts = jax.tree.map(lambda x: x.reshape(*split, *x.shape[1:]).swapaxes(0, 1), rollout)
         stacked = jax.lax.map(one, parts)
         out = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, *x.shape[2:]), stacked)
     scored = ScoredBatch(

@@ -19,6 +19,16 @@ def training_rows(rollout: RolloutBatch) -> tuple[Int[Array, "B S"], Int[Array, 
     Returns:
       ``tokens`` ``[B, P + T]``: prompt, response, then zeros; ``states`` ``[B, T]``: ``n - 1 + t``, the position whose
       hidden state predicts response token ``t`` (valid indices at masked slots too).
+
+    >>> rollout = RolloutBatch(
+    ...     prompt_tokens=jnp.array([[5, 6, 0]]), prompt_mask=jnp.array([[True, True, False]]),
+    ...     response_tokens=jnp.array([[7, 8]]), response_mask=jnp.array([[True, True]]),
+    ...     rollout_logps=jnp.zeros((1, 2)), versions=jnp.zeros((1, 2), jnp.int32),
+    ...     finished=jnp.array([True]), group_ids=jnp.array([0]),
+    ... )  # fmt: skip
+    >>> tokens, states = training_rows(rollout)
+    >>> print(tokens, states)
+    [[5 6 7 8 0]] [[1 2]]
     """
     batch, response = rollout.response_tokens.shape
     length = jnp.sum(rollout.prompt_mask, axis=1, dtype=jnp.int32)
@@ -27,4 +37,4 @@ def training_rows(rollout: RolloutBatch) -> tuple[Int[Array, "B S"], Int[Array, 
     prompt = jnp.where(rollout.prompt_mask, rollout.prompt_tokens, 0)
     answer = jnp.where(rollout.response_mask, rollout.response_tokens, 0)
     tokens = jnp.pad(prompt, [(0, 0), (0, response)]).at[row, place].set(answer)
-    return tokens, place - 1
+    return tokens, jnp.maximum(place - 1, 0)

@@ -41,14 +41,15 @@ class RolloutNumerics:
     """How the engine's arithmetic differs from the trainer's, each source by its own switch.
 
     Attributes:
-      weight_format: what the engine keeps of the weights: "float32" (the trainer's own), "bfloat16", or weight-only
-        "int8" and "fp8" (per output channel) or "int4" (in groups along the input). Embedding and norms stay as they are.
+      weight_format: what the engine keeps of the weights: "float32" (the trainer's own), "bfloat16" (all of them), or
+        weight-only "int8" and "fp8" (per output channel) or "int4" (in groups along the input), which leave embedding
+        and norms as they are.
       group_size: input channels that share an int4 scale; divides every weight's input width.
       quantize_head: quantise the output head too.
       dtype: type of activations and of the key/value cache.
       routing_jitter: standard deviation of noise on the router's logits (MoE only), in logit units.
-      batch_invariant: fixed-tile arithmetic; with the same on the training side, float32 weights and no lag, rollout and
-        recomputed log-probs are equal to the bit (on CPU).
+      batch_invariant: fixed-tile arithmetic; with the same on the training side, float32 weights and no lag, rollout
+        and recomputed log-probs are equal to the bit (on CPU).
 
     Raises:
       ValueError: naming field, value and rule.

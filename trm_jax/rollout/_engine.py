@@ -1,14 +1,16 @@
 """In-process rollout engine: prefill, key/value cache, continuous batching over slots, all under ``jit``.
 
-Requests wait in a queue. A free slot takes the next one: the prompt's keys and values come from a batched prefill (shared
-by samples of one prompt that are admitted together) and are copied into the slot; decoding then starts by running the last
-prompt token again, so every sampled token's logits come from the decode step itself and carry its weights' version.
+Requests wait in a queue. A free slot takes the next one: the prompt's keys and values come from a batched prefill
+(shared by samples of one prompt that are admitted together) and are copied into the slot; decoding then starts by
+running the last prompt token again, so every sampled token's logits come from the decode step itself and carry its
+weights' version.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,7 +87,9 @@ class InProcessEngine:
         if not all(0 <= i < shape.vocab_size for i in self._eos):
             raise ValueError(f"eos_ids={list(self._eos)}: every id must lie in [0, vocab_size={shape.vocab_size}).")
         if numerics.routing_jitter > 0 and not shape.n_experts:
-            raise ValueError(f"routing_jitter={numerics.routing_jitter} needs a mixture of experts; this model is dense.")
+            raise ValueError(
+                f"routing_jitter={numerics.routing_jitter} needs a mixture of experts; this model is dense."
+            )
         self._graphdef = nnx.graphdef(model)
         self._shape = shape
         self._config = config
@@ -104,7 +108,7 @@ class InProcessEngine:
         """Policy version of the weights in use; -1 before the first ``update_weights``."""
         return self._version
 
-    def update_weights(self, version: int, params: nnx.State) -> None:
+    def update_weights(self, version: int, params: nnx.State[Any, Any]) -> None:
         """Takes the trainer's parameters of policy ``version``, in this engine's format."""
         if self._numerics.weight_format == "float32":  # nothing to convert: keep the arrays, make no copy
             self._weights = convert_weights(self._graphdef, params, self._numerics)
@@ -113,8 +117,8 @@ class InProcessEngine:
         self._version = int(version)
 
     def head_matrix(self) -> Float[Array, "V D"]:
-        """The output head that this engine makes logits with, ``[V, D]``."""
-        return self._loaded().head_matrix()
+        """The output head as this engine multiplies with it, ``[V, D]`` in its compute dtype."""
+        return self._loaded().head_matrix(self._compute.jnp_dtype)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig | None = None) -> RolloutBatch:
         """Answers every row of ``prompts``.
@@ -136,7 +140,7 @@ class InProcessEngine:
         total = tokens.shape[0]
         record = self._empty_record(total, sampling)
         slots = self._empty_slots(total)
-        groups, seeds = np.asarray(prompts.group_ids), np.asarray(prompts.seeds, np.uint32)
+        seeds = np.asarray(prompts.seeds, np.uint32)
         free = list(range(self._config.slots))
         next_request = 0
         version = jnp.int32(self._version)
@@ -145,8 +149,8 @@ class InProcessEngine:
             taken = [(free.pop(), r) for r in range(next_request, min(total, next_request + len(free)))]
             next_request += len(taken)
             busy.update(taken)
-            for rows, placements in self._prefill_batches(taken, groups):
-                slots = self._admit_rows(weights, slots, rows, placements, tokens, lengths, seeds, groups)
+            for rows, placements in self._prefill_batches(taken, tokens, lengths):
+                slots = self._admit_rows(weights, slots, rows, placements, tokens, lengths, seeds)
             slots, record = self._decode(weights, slots, record, version, sampling=sampling, eos=self._eos)
             alive = np.asarray(slots.alive)
             for slot in [s for s in busy if not alive[s]]:
@@ -162,7 +166,7 @@ class InProcessEngine:
             rollout_logps=record.logps[:total],
             versions=record.versions[:total],
             finished=record.finished[:total],
-            group_ids=jnp.asarray(groups, jnp.int32),
+            group_ids=jnp.asarray(prompts.group_ids, jnp.int32),
             hidden=None if record.hidden is None else record.hidden[:total],
             support=None if record.support is None else record.support[:total],
             temperature=sampling.temperature,
@@ -200,21 +204,21 @@ class InProcessEngine:
         return padded, lengths
 
     def _prefill_batches(
-        self, taken: list[tuple[int, int]], groups: np.ndarray
+        self, taken: list[tuple[int, int]], tokens: np.ndarray, lengths: np.ndarray
     ) -> Iterable[tuple[list[int], list[tuple[int, int, int]]]]:
         """Splits admissions into prefill calls: ``(requests whose prompt is run, (slot, request, row) placements)``."""
         rows: list[int] = []
-        row_of: dict[int, int] = {}
+        row_of: dict[bytes, int] = {}
         placements: list[tuple[int, int, int]] = []
         for slot, request in taken:
-            group = int(groups[request])
-            if group not in row_of:
+            prompt = tokens[request, : lengths[request]].tobytes()
+            if prompt not in row_of:
                 if len(rows) == self._config.prefill_rows:
                     yield rows, placements
                     rows, row_of, placements = [], {}, []
-                row_of[group] = len(rows)
+                row_of[prompt] = len(rows)
                 rows.append(request)
-            placements.append((slot, request, row_of[group]))
+            placements.append((slot, request, row_of[prompt]))
         if rows:
             yield rows, placements
 
@@ -227,7 +231,6 @@ class InProcessEngine:
         tokens: np.ndarray,
         lengths: np.ndarray,
         seeds: np.ndarray,
-        groups: np.ndarray,
     ) -> _Slots:
         """Pads one prefill call to its fixed shapes and runs it."""
         count, capacity = self._config.prefill_rows, self._config.slots
@@ -236,10 +239,13 @@ class InProcessEngine:
         table[1:] = 0
         table[:, : len(placements)] = np.array(placements, np.int32).T
         slot, request, row = table
-        return self._admit(
-            weights, slots, tokens[prefill], groups[prefill].astype(np.uint32), slot, request, row,
+        # Router noise of a shared prompt must not depend on whose request it is, so it is seeded by the prompt itself.
+        noise = np.array([zlib.crc32(tokens[r, : lengths[r]].tobytes()) for r in prefill], np.uint32)
+        admitted: _Slots = self._admit(
+            weights, slots, tokens[prefill], noise, slot, request, row,
             tokens[request, lengths[request] - 1], lengths[request] - 1, seeds[request],
         )  # fmt: skip
+        return admitted
 
     def _admit_fn(
         self,
@@ -258,9 +264,7 @@ class InProcessEngine:
         model: Transformer = nnx.merge(self._graphdef, weights.params)
         empty = init_cache(self._shape, prompt.shape[0], self._config.sequence_length, self._compute)
         positions = jnp.broadcast_to(jnp.arange(prompt.shape[1], dtype=jnp.int32), prompt.shape)
-        prefix = model(
-            prompt, positions=positions, cache=empty, compute=self._compute, jitter_seeds=prompt_seed
-        ).cache
+        prefix = model(prompt, positions=positions, cache=empty, compute=self._compute, jitter_seeds=prompt_seed).cache
         assert prefix is not None
         cache = jax.tree.map(lambda c, p: c.at[:, slot].set(p[:, row], mode="drop"), slots.cache, prefix)
 
@@ -303,11 +307,14 @@ class InProcessEngine:
             )
             hidden = out.hidden[:, 0]
             logps = head_log_probs(hidden, weights.head, temperature=sampling.temperature, compute=self._compute)
-            token, logp, kept = sample(logps, slots.seed, slots.step, sampling)
+            token, logp, kept = sample(logps, slots.seed, slots.step, sampling, self._compute)
             row = jnp.where(slots.alive, slots.request, trash)
             at = (row, jnp.minimum(slots.step, limit - 1))
             ended = jnp.isin(token, jnp.array(eos, jnp.int32))
             done = ended | (slots.step + 1 >= limit)
+            support = record.support
+            if support is not None and kept is not None:
+                support = support.at[at].set(pack_support(kept))
             record = _Record(
                 tokens=record.tokens.at[at].set(token),
                 logps=record.logps.at[at].set(logp),
@@ -315,7 +322,7 @@ class InProcessEngine:
                 length=record.length.at[row].set(slots.step + 1),
                 finished=record.finished.at[row].set(ended),
                 hidden=None if record.hidden is None else record.hidden.at[at].set(hidden),
-                support=None if record.support is None or kept is None else record.support.at[at].set(pack_support(kept)),
+                support=support,
             )
             going = slots.alive & ~done
             assert out.cache is not None

@@ -22,29 +22,32 @@ _NOT_MATMUL = ("vocab", "norm")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EngineWeights:
-    """Attributes:
+    """The trainer's weights in an engine's format.
 
-    params: the model's parameters, matmul weights in the engine's format.
-    head: the output head: ``[V, D]`` as an array, or quantised as ``[D, V]``.
+    Attributes:
+      params: the model's parameters, matmul weights in the engine's format.
+      head: the output head: ``[V, D]`` as an array, or quantised as ``[D, V]``.
     """
 
     params: Any
     head: Array | QuantizedArray
 
-    def head_matrix(self) -> Float[Array, "V D"]:
-        """The head that logits are made with, ``[V, D]``: dequantised when it is quantised."""
-        if isinstance(self.head, QuantizedArray):
-            return dequantize(self.head, jnp.dtype("float32")).T
-        return self.head
+    def head_matrix(self, dtype: jnp.dtype) -> Float[Array, "V D"]:
+        """The head as an engine that computes in ``dtype`` multiplies with it: dequantised and rounded, ``[V, D]``."""
+        head = dequantize(self.head, dtype)
+        return head.T if isinstance(self.head, QuantizedArray) else head
 
 
-def convert_weights(graphdef: Any, params: nnx.State, numerics: RolloutNumerics) -> EngineWeights:
+def convert_weights(graphdef: Any, params: nnx.State[Any, Any], numerics: RolloutNumerics) -> EngineWeights:
     """Quantises or casts the trainer's parameters once, at synchronisation.
 
     Args:
       graphdef: of the ``Transformer``.
       params: its parameters.
       numerics: the engine's format. float32 keeps the trainer's arrays (no copy).
+
+    Returns:
+      The parameters with ``QuantizedArray`` values in place of matmul weights, and the head apart (tied or not).
 
     Raises:
       ValueError: when an int4 group does not divide a weight's input width, naming the parameter.
@@ -71,9 +74,7 @@ def convert_weights(graphdef: Any, params: nnx.State, numerics: RolloutNumerics)
         return EngineWeights(converted, head.astype(jnp.bfloat16))
     if not numerics.quantize_head:
         return EngineWeights(converted, head)
-    return EngineWeights(
-        converted, quantize(head.T, fmt, group_size=numerics.group_size if fmt == "int4" else None)
-    )
+    return EngineWeights(converted, quantize(head.T, fmt, group_size=numerics.group_size if fmt == "int4" else None))
 
 
 class WeightLag:
@@ -81,6 +82,15 @@ class WeightLag:
 
     Args:
       lag: versions between the newest parameters and those the engine gets; 0 is on-policy.
+
+    Raises:
+      ValueError: a negative lag.
+
+    >>> held = WeightLag(1)
+    >>> for version in range(3):
+    ...     held.push(version, f"params {version}")
+    >>> held.oldest
+    (1, 'params 1')
     """
 
     def __init__(self, lag: int) -> None:
@@ -94,7 +104,13 @@ class WeightLag:
 
     @property
     def oldest(self) -> tuple[int, Any]:
-        """``(version, params)`` for the engine."""
+        """``(version, params)`` for the engine.
+
+        Raises:
+          RuntimeError: before the first ``push``.
+        """
+        if not self._held:
+            raise RuntimeError("no parameters are held yet: call push(version, params) first.")
         return self._held[0]
 
     @property

@@ -75,13 +75,14 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
     if task.kind == "reasoning_gym":
         generated = reasoning_gym_task(task.name, params=task.params, test_permille=task.test_permille)
         _check_fit(generated.spec, config)
-        model = _scratch(config, generated.tokenizer.vocab_size)
+        tokenizer = generated.tokenizer()
+        model = _scratch(config, tokenizer.vocab_size)
         test = generated.test(config.eval.prompts) if config.eval.prompts else ()
         yield Experiment(
             train=generated.train(task.train_size),
             test=test,
             reward=generated,
-            tokenizer=generated.tokenizer,
+            tokenizer=tokenizer,
             model=model,
         )
         return

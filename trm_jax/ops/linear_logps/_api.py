@@ -48,8 +48,9 @@ def linear_logps(
       ValueError: on shapes, a temperature or a chunk size out of range.
       NotImplementedError: on an implementation that this version lacks.
 
+    >>> import numpy as np
     >>> out = linear_logps(jnp.eye(2), jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.array([0, 1]))
-    >>> print(out.logps.round(4))
+    >>> print(np.asarray(out.logps, float).round(4))
     [-0.6931 -1.3133]
     """
     check_operands(hidden, head, tokens, support, temperature)
@@ -60,4 +61,5 @@ def linear_logps(
     if chosen == "reference":
         return linear_logps_reference(h, w, y, bits, temperature)
     size = chunk_size or default_chunk_size()
-    return linear_logps_chunked(h, w, y, bits, temperature=float(temperature), chunk_size=int(size))
+    out: LinearLogps = linear_logps_chunked(h, w, y, bits, temperature=float(temperature), chunk_size=int(size))
+    return out

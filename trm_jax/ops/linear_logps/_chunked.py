@@ -42,9 +42,7 @@ def vocabulary_chunks(vocabulary: int, tokens: int, chunk_size: int) -> tuple[in
     return math.ceil(vocabulary / fewest), fewest
 
 
-def _forward(
-    static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None
-) -> LinearLogps:
+def _forward(static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None) -> LinearLogps:
     def chunk(rows: tuple[Array, Array, Array | None]) -> LinearLogps:
         h, y, bits = rows
         stats = softmax_statistics(restrict(head_logits(h, head, static.temperature), bits), y)
@@ -55,9 +53,7 @@ def _forward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_logps(
-    static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None
-) -> LinearLogps:
+def _linear_logps(static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None) -> LinearLogps:
     return _forward(static, hidden, head, tokens, support)
 
 

@@ -41,8 +41,8 @@ def linear_vocab_divergence(
       tokens: ``[N]`` sampled ids in ``[0, V)``.
       temperature: positive, static; of both policies.
       with_tv: False leaves ``token_tv`` None and saves its pass.
-      support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left, applied
-        to both policies.
+      support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left,
+        applied to both policies.
       chunk_size: tokens whose logits are held at once; 128 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"``, ``"pallas_tpu"``; None picks the best available.
 
@@ -53,10 +53,11 @@ def linear_vocab_divergence(
       ValueError: on shapes, a temperature or a chunk size out of range.
       NotImplementedError: on an implementation that this version lacks.
 
+    >>> import numpy as np
     >>> head = jnp.eye(2)
     >>> out = linear_vocab_divergence(jnp.log(jnp.array([[0.5, 0.5]])), head, jnp.log(jnp.array([[0.25, 0.75]])), head,
     ...                               jnp.array([0]))
-    >>> print(out.token_kl.round(4), out.token_tv.round(4))
+    >>> print(np.asarray(out.token_kl, float).round(4), np.asarray(out.token_tv, float).round(4))
     [0.1308] [0.25]
     """
     check_operands(policy_hidden, policy_head, tokens, support, temperature)
@@ -76,6 +77,7 @@ def linear_vocab_divergence(
     if chosen == "reference":
         return linear_vocab_divergence_reference(hp, wp, hr, wr, y, bits, temperature=temperature, with_tv=with_tv)
     size = chunk_size or default_chunk_size()
-    return linear_vocab_divergence_chunked(
+    out: VocabDivergence = linear_vocab_divergence_chunked(
         hp, wp, hr, wr, y, bits, temperature=float(temperature), with_tv=with_tv, chunk_size=int(size)
     )
+    return out

@@ -1,0 +1,104 @@
+"""One worker process of a verifier, seen from its parent: requests, replies and deadlines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PROGRAM", "START_SECONDS", "MathProcess", "Outcome"]
+
+START_SECONDS = 120.0
+"""How long a worker may take until it has imported math-verify."""
+
+PROGRAM = Path(__file__).with_name("_math_worker.py")
+"""The program of a worker."""
+
+Outcome = tuple[str, bool]
+"""What became of a request (``scored``, ``timeout`` or ``error``), and whether the answer is right."""
+
+
+class MathProcess:
+    """A worker process: starting, then idle (no job) or busy (a job and a deadline), at last dead."""
+
+    def __init__(self, time_limit: float) -> None:
+        self._time_limit = time_limit
+        soft, hard = max(1, int(time_limit // 3)), math.ceil(time_limit) + 1
+        # A fresh interpreter, not a fork: nothing of JAX is in it. -P keeps this folder off its import path.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM), str(soft), str(hard)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        self._received = b""
+        self.job: int | None = None
+        self.ready = False
+        self.dead = False
+        self.deadline = time.monotonic() + START_SECONDS
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> Any:
+        return self._process.stdout
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.job is None
+
+    def send(self, job: int, request: dict[str, str]) -> bool:
+        """Hands over a request; False when the process is gone."""
+        assert self._process.stdin is not None
+        line = json.dumps(request).encode() + b"\n"
+        try:
+            while line:
+                line = line[self._process.stdin.write(line) :]
+        except OSError:
+            self.dead = True
+            return False
+        self.job = job
+        self.deadline = time.monotonic() + self._time_limit
+        return True
+
+    def receive(self) -> Outcome | None:
+        """Reads what has come; an outcome when a request is answered or the process ended on it."""
+        received = os.read(self.output.fileno(), 65536)
+        self._received += received
+        if not received:
+            self.dead = True
+            if not self.ready:
+                raise RuntimeError(f"a math-verify worker ended with status {self._process.wait()} before it was ready")
+            return "error", False
+        if not self._received.endswith(b"\n"):
+            return None
+        reply, self._received = json.loads(self._received), b""
+        if reply["status"] == "failed":
+            raise RuntimeError(f"a math-verify worker cannot start: {reply['error']}")
+        if reply["status"] == "ready":
+            self.ready = True
+            return None
+        return reply["status"], reply["correct"]
+
+    def overrun(self) -> Outcome:
+        """The deadline has passed: the process must go."""
+        self.dead = True
+        if not self.ready:
+            raise RuntimeError(f"a math-verify worker was not ready after {START_SECONDS:g} seconds")
+        return "timeout", False
+
+    def stop(self) -> None:
+        """Kills the process and frees what belongs to it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
