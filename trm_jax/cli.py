@@ -30,8 +30,8 @@ class Train:
     """TOML file; see configs/."""
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """section.key=value, values as TOML writes them."""
-    arms: tuple[str, ...] = ()
-    """Run only the arms with these slugs."""
+    arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Run only this arm (its slug); may be given several times."""
     resume: bool = False
     """Continue the run that stands in the configuration's directory."""
     check: bool = False
@@ -44,12 +44,12 @@ class Train:
         from trm_jax.train import Interrupted, load_config, run_experiment
 
         config = load_config(self.config, self.overrides)
-        if self.arms:
+        if self.arm:
             known = [arm.slug for arm in config.arms]
-            missing = [slug for slug in self.arms if slug not in known]
+            missing = [slug for slug in self.arm if slug not in known]
             if missing:
-                raise ValueError(f"--arms {' '.join(missing)}: no such arm; the file has {', '.join(known)}.")
-            config = dataclasses.replace(config, arms=tuple(arm for arm in config.arms if arm.slug in self.arms))
+                raise ValueError(f"--arm {' '.join(missing)}: no such arm; the file has {', '.join(known)}.")
+            config = dataclasses.replace(config, arms=tuple(arm for arm in config.arms if arm.slug in self.arm))
         if self.check:
             print(f"{self.config}: fine; arms {', '.join(arm.slug for arm in config.arms)}; seeds {list(config.seeds)}")
             return 0
@@ -142,7 +142,9 @@ class Options:
         for row in describe_options():
             table.add_row(*row)
         console = Console()
-        console.print(table if console.is_terminal else "\n".join("  ".join(r) for r in describe_options()), markup=False)
+        console.print(
+            table if console.is_terminal else "\n".join("  ".join(r) for r in describe_options()), markup=False
+        )
         return 0
 
 
@@ -176,7 +178,7 @@ Command = (
 def main(argv: list[str] | None = None) -> int:
     """Entry point; errors a user can mend are one line on standard error and exit status 2."""
     command: Train | Report | Fetch | Tasks | Options = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        Command,
         prog="trm-jax",
         args=argv,
         description="LLM reinforcement learning when the policy that samples is not the policy that trains.",

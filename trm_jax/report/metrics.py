@@ -141,6 +141,15 @@ _ALL = (
         "Share of sampled tokens whose rollout and recomputed log-prob are the same float32 number.",
     ),
     _metric(
+        "mismatch/recorded_logp_error",
+        "error of the record",
+        "nats",
+        "max",
+        "Largest difference between a recorded rollout log-prob and the one its recorded hidden state and head give; "
+        "above rounding, the record is not what was sampled from.",
+        log=True,
+    ),
+    _metric(
         "correction/sequence_keep_fraction",
         "sequences kept",
         "fraction",

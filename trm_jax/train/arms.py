@@ -94,7 +94,8 @@ def _prepare(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path
         "command": shlex.join(command),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "arms": [
-            {"name": arm.name, "slug": arm.slug, "description": arm.description, "role": arm.role} for arm in config.arms
+            {"name": arm.name, "slug": arm.slug, "description": arm.description, "role": arm.role}
+            for arm in config.arms
         ],
         "seeds": list(config.seeds),
     }
@@ -154,9 +155,7 @@ def _run_arm(
                     write(step, record)
                     progress.update(step, record)
 
-                warm = warm_start(
-                    experiment, train, place, mesh, on_step=on_warm, should_stop=should_stop
-                )
+                warm = warm_start(experiment, train, place, mesh, on_step=on_warm, should_stop=should_stop)
             if warm is None:
                 progress.finish_run("stopped", "saved; continue with --resume")
                 raise Interrupted("stopped during the warm start; continue with --resume.")
@@ -182,7 +181,9 @@ def _run_arm(
     _write_result(result, outcome, outcome.status, reason, train, time.perf_counter() - began)
     progress.finish_run(outcome.status, reason)
     if outcome.status == "stopped":
-        raise Interrupted(f"arm {arm.name!r}, seed {train.seed}: stopped after step {outcome.step}; continue with --resume.")
+        raise Interrupted(
+            f"arm {arm.name!r}, seed {train.seed}: stopped after step {outcome.step}; continue with --resume."
+        )
 
 
 def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
@@ -193,8 +194,8 @@ def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
     if held != settings:
         keys = sorted(_differences(held, settings))
         raise ValueError(
-            f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the same options, or "
-            "choose another directory with directory=PATH."
+            f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the same options, "
+            "or choose another directory with directory=PATH."
         )
 
 

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent, and verified before they are trusted.
 
-A checkpoint is a directory ``step_00000040``: ``arrays/`` (Orbax), ``state.json`` (data iterator, versions, settings) and
-``manifest.json`` (size and SHA-256 of every other file). It is written under another name, flushed, and renamed, so a kill
-at any moment leaves the earlier checkpoints as they were. Orbax restores a flipped bit without complaint; the manifest
-does not: a checkpoint that fails it is passed over, aloud, for the one before it.
+A checkpoint is a directory ``step_00000040``: ``arrays/`` (Orbax), ``state.json`` (data iterator, versions, settings)
+and ``manifest.json`` (size and SHA-256 of every other file). It is written under another name, flushed, and renamed, so
+a kill at any moment leaves the earlier checkpoints as they were. Orbax restores a flipped bit without complaint; the
+manifest does not: a checkpoint that fails it is passed over, aloud, for the one before it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Checkpointer:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"cannot make the checkpoint directory {self._directory}: {error.strerror}. Choose a writable directory."
+                f"cannot make the checkpoint directory {self._directory}: {error.strerror}. Choose a writable one."
             ) from error
 
     def steps(self) -> list[int]:

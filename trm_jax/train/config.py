@@ -345,12 +345,12 @@ class TrainConfig:
         needs_hidden = {"trm_max", "trm_avg", "trm_tv"} & set(self.correction.masks)
         _require(
             rollout.record_hidden or not needs_hidden,
-            f"correction.masks {sorted(needs_hidden)} need the full-vocabulary divergence: set rollout.record_hidden=true, "
-            "or use trm_sample, which needs only sampled log-probs.",
+            f"correction.masks {sorted(needs_hidden)} need the full-vocabulary divergence: set "
+            "rollout.record_hidden=true, or use trm_sample, which needs only sampled log-probs.",
         )
         _require(
             rollout.numerics.routing_jitter == 0 or model.n_experts > 0,
-            f"rollout.numerics.routing_jitter={rollout.numerics.routing_jitter} needs a mixture of experts; set model.n_experts.",
+            "rollout.numerics.routing_jitter needs a mixture of experts; set model.n_experts.",
         )
         _require(
             not (model.batch_invariant or rollout.numerics.batch_invariant) or rollout.top_p == 1,
@@ -358,11 +358,11 @@ class TrainConfig:
         )
         _require(
             not model.batch_invariant or (mesh.data == 1 and mesh.tensor == 1),
-            "model.batch_invariant holds on one device: sums over a mesh depend on its layout. Set mesh.data=mesh.tensor=1.",
+            "model.batch_invariant holds on one device (sums over a mesh depend on its layout): set mesh.data=mesh.tensor=1.",
         )
         _require(
             model.source == "smollm2" or self.task.kind == "reasoning_gym",
-            "task.kind='gsm8k' needs words: set model.source='smollm2'. A model from scratch reads reasoning_gym tasks.",
+            "task.kind='gsm8k' needs words: set model.source='smollm2'. A model from scratch learns reasoning_gym.",
         )
         _require(
             loss.advantage != "loo" or rollout.samples_per_prompt > 1,

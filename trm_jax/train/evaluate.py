@@ -67,7 +67,7 @@ class Evaluator:
         """Held-out problems."""
         return len(self._problems)
 
-    def __call__(self, params: nnx.State) -> float:
+    def __call__(self, params: nnx.State[Any, Any]) -> float:
         """The share of held-out problems that earn the full reward."""
         self._engine.update_weights(0, params)
         rollout = self._engine.generate(self._prompts)

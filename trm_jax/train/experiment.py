@@ -14,7 +14,6 @@ from trm_jax.data import (
     MathVerifier,
     Problem,
     RewardFunction,
-    TaskSpec,
     Tokenizer,
     drop_long_prompts,
     gsm8k_sample_path,
@@ -68,41 +67,50 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
     """Builds the experiment; worker processes of its verifier live as long as the context.
 
     Raises:
-      ValueError: for anything that cannot work, before any compilation: unknown task, missing or malformed data, prompts
-        or answers that cannot fit the lengths, an empty held-out set.
+      ValueError: for anything that cannot work, before any compilation: unknown task, missing or malformed data,
+        prompts or answers that cannot fit the lengths, an empty held-out set.
     """
-    task = config.task
-    if task.kind == "reasoning_gym":
-        generated = reasoning_gym_task(task.name, params=task.params, test_permille=task.test_permille)
-        _check_fit(generated.spec, config)
-        tokenizer = generated.tokenizer()
-        model = _scratch(config, tokenizer.vocab_size)
-        test = generated.test(config.eval.prompts) if config.eval.prompts else ()
-        yield Experiment(
-            train=generated.train(task.train_size),
-            test=test,
-            reward=generated,
-            tokenizer=tokenizer,
-            model=model,
-        )
+    if config.task.kind == "reasoning_gym":
+        yield _generated(config)
         return
-    train = read_gsm8k(task.path or gsm8k_sample_path())
+    with MathVerifier() as verifier:
+        yield _pretrained(config, verifier)
+
+
+def _generated(config: TrainConfig) -> Experiment:
+    """A procedurally generated task and a small policy over the task's own characters."""
+    options = config.task
+    task = reasoning_gym_task(options.name, params=options.params, test_permille=options.test_permille)
+    task.spec.check_lengths(
+        max_prompt_length=config.rollout.max_prompt_length, max_response_length=config.rollout.max_response_length
+    )
+    tokenizer = task.tokenizer()
+    return Experiment(
+        train=task.train(options.train_size),
+        test=task.test(config.eval.prompts) if config.eval.prompts else (),
+        reward=task,
+        tokenizer=tokenizer,
+        model=_scratch(config, tokenizer.vocab_size),
+    )
+
+
+def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
+    """Word problems from a file, asked in the pretrained model's own chat format."""
+    task, limit = config.task, config.rollout.max_prompt_length
+    every = read_gsm8k(task.path or gsm8k_sample_path())
     if task.test_path:
-        seen = {problem.prompt for problem in train}
+        train, seen = every, {problem.prompt for problem in every}
         test = [problem for problem in read_gsm8k(task.test_path) if problem.prompt not in seen]
     else:
-        test = [p for p in train if held_out(p.prompt, test_permille=task.test_permille)]
-        train = [p for p in train if not held_out(p.prompt, test_permille=task.test_permille)]
+        test = [p for p in every if held_out(p.prompt, test_permille=task.test_permille)]
+        train = [p for p in every if not held_out(p.prompt, test_permille=task.test_permille)]
     if not train:
         raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
     if config.eval.prompts and not test:
-        raise ValueError(
-            "no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0."
-        )
+        raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
     model, words = load_smollm2_model(config.model.path or None)
     train, test = ([_as_chat(p, words, task.system_prompt) for p in part] for part in (train, test))
     tokenizer = _ChatTokenizer(words)
-    limit = config.rollout.max_prompt_length
     if task.drop_long_prompts:
         train, dropped = drop_long_prompts(train, tokenizer, max_prompt_length=limit)
         if test:
@@ -110,10 +118,7 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
             dropped += also
         if dropped:
             print(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
-    with MathVerifier() as verifier:
-        yield Experiment(
-            train=train, test=test[: config.eval.prompts], reward=verifier, tokenizer=tokenizer, model=model
-        )
+    return Experiment(train=train, test=test[: config.eval.prompts], reward=verifier, tokenizer=tokenizer, model=model)
 
 
 def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:
@@ -132,19 +137,13 @@ def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:
     return Transformer(shape, rngs=nnx.Rngs(params=config.seed), param_dtype=jnp.dtype("float32"))
 
 
-def _check_fit(spec: TaskSpec, config: TrainConfig) -> None:
-    spec.check_lengths(
-        max_prompt_length=config.rollout.max_prompt_length, max_response_length=config.rollout.max_response_length
-    )
-
-
 def _as_chat(problem: Problem, tokenizer: Any, system_prompt: str) -> Problem:
     messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": problem.prompt}]
     return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
 
 
 class _ChatTokenizer:
-    """A pretrained tokenizer that reads the control tokens of a rendered chat (``render_chat`` refuses them in content)."""
+    """Reads the control tokens of a rendered chat; ``render_chat`` has refused them in its content."""
 
     def __init__(self, words: Any) -> None:
         self._words = words

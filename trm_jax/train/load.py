@@ -222,7 +222,9 @@ def describe_options() -> list[tuple[str, str, str, str]]:
 def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " | ".join(map(str, typing.get_args(hint)))
-    return re.sub(r"typing\.|<class '|'>", "", str(hint) if typing.get_origin(hint) else getattr(hint, "__name__", str(hint)))
+    return re.sub(
+        r"typing\.|<class '|'>", "", str(hint) if typing.get_origin(hint) else getattr(hint, "__name__", str(hint))
+    )
 
 
 def _meanings(cls: Any) -> dict[str, str]:

@@ -26,7 +26,7 @@ from trm_jax.train.checkpoint import Checkpointer
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.evaluate import Evaluator, decode_responses
 from trm_jax.train.experiment import Experiment, training_compute
-from trm_jax.train.measure import mismatch_pairs, to_record
+from trm_jax.train.measure import batch_pairs, to_record
 from trm_jax.train.state import TrainState, init_state, make_optimizer, make_schedule, state_shardings
 from trm_jax.train.step import UpdateBatch, make_update
 from trm_jax.types import CorrectedBatch, RolloutBatch, ScoredBatch
@@ -74,7 +74,7 @@ class TrainRun:
         self,
         experiment: Experiment,
         config: TrainConfig,
-        params: nnx.State,
+        params: nnx.State[Any, Any],
         directory: Path,
         mesh: Mesh,
         *,
@@ -142,12 +142,12 @@ class TrainRun:
         return self._step
 
     @property
-    def params(self) -> nnx.State:
+    def params(self) -> nnx.State[Any, Any]:
         """The policy's weights."""
         return self._state.params
 
     def resume(self) -> bool:
-        """Goes to the newest good checkpoint; False when there is none. Raises ``CheckpointError`` when none is good."""
+        """Goes to the newest good checkpoint; False when there is none, ``CheckpointError`` when none is good."""
         params = self._state.params
 
         def template(saved: dict[str, Any]) -> Any:
@@ -247,9 +247,7 @@ class TrainRun:
         scored, corrected, pairs = jax.block_until_ready(self._score(self._state.params, rollout, head))
         # The hidden states have served; the update need not move them.
         rollout = dataclasses.replace(rollout, hidden=None)
-        advantages = self._advantages(
-            jnp.asarray(rewards), rollout.group_ids, sequence_keep=corrected.sequence_keep
-        )
+        advantages = self._advantages(jnp.asarray(rewards), rollout.group_ids, sequence_keep=corrected.sequence_keep)
         rescored = time.perf_counter()
 
         batch = UpdateBatch(rollout=rollout, scored=scored, corrected=corrected, advantages=advantages)
@@ -259,16 +257,16 @@ class TrainRun:
             part = batch if config.loss.minibatches == 1 else _minibatch(batch, index, config.loss.minibatches)
             self._state, metrics = self._update(self._state, part)
             totals.append(jax.device_get(metrics))
-            if totals[-1]["optim/nonfinite"][0] > 0:
+            if totals[-1]["nonfinite"][0] > 0:
                 self._stop_nonfinite(part, rewards, texts)
-            if not totals[-1]["optim/skipped"][0]:
+            if not totals[-1]["skipped"][0]:
                 self._lag.push(int(self._state.version), jax.tree.map(jnp.copy, self._state.params))
         ended = time.perf_counter()
         self._step += 1
 
         tokens = int(np.asarray(rollout.response_mask).sum())
         solved = rewards.reshape(-1, samples).max(axis=1) >= 1.0
-        record = to_record(jax.device_get(pairs), totals)
+        record: dict[str, float | str] = {**to_record(jax.device_get(pairs), totals)}
         record |= {
             "step": self._step,
             "version": int(self._state.version),
@@ -295,10 +293,13 @@ class TrainRun:
                 "the correction rejected every sequence. If this goes on, the two policies are further apart than the "
                 "mask allows: lower rollout.lag, use a finer rollout.numerics.weight_format, or raise the threshold"
             )
-        elif np.ptp(rewards) == 0 or not np.ptp(rewards.reshape(-1, self._config.rollout.samples_per_prompt), axis=1).any():
+        elif (
+            np.ptp(rewards) == 0
+            or not np.ptp(rewards.reshape(-1, self._config.rollout.samples_per_prompt), axis=1).any()
+        ):
             why = (
-                f"all rewards within every group are equal (mean {rewards.mean():.2f}), so every advantage is 0. If this "
-                "goes on, the task is too hard or too easy for the policy, or samples_per_prompt is too small"
+                f"all rewards within every group are equal (mean {rewards.mean():.2f}), so every advantage is 0. If "
+                "this goes on, the task is too hard or too easy for the policy, or samples_per_prompt is too small"
             )
         else:
             why = "every token's weight or advantage is 0"
@@ -306,7 +307,7 @@ class TrainRun:
 
     def _stop_nonfinite(self, batch: UpdateBatch, rewards: np.ndarray, texts: list[str]) -> None:
         path = self._directory / f"nonfinite_step{self._step + 1:08d}.npz"
-        arrays = {
+        arrays: dict[str, Any] = {
             jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(value)
             for key, value in jax.tree_util.tree_leaves_with_path(batch)
         }
@@ -314,14 +315,14 @@ class TrainRun:
         saved = self._checkpoints.steps()
         last = f"the last good checkpoint is step {saved[-1]}" if saved else "no checkpoint had been written yet"
         raise NonFiniteError(
-            f"step {self._step + 1}: the loss or its gradient is not finite. The weights were not changed; {last}. The batch "
-            f"is in {path}. Look at its log-probs and weights, then lower the learning rate or choose a correction that "
-            "bounds the weights, and continue with --resume."
+            f"step {self._step + 1}: the loss or its gradient is not finite. The weights were not changed; {last}. The "
+            f"batch is in {path}. Look at its log-probs and weights, then lower the learning rate or choose a "
+            "correction that bounds the weights, and continue with --resume."
         )
 
 
 def _score(
-    params: nnx.State,
+    params: nnx.State[Any, Any],
     rollout: RolloutBatch,
     head: Array | None,
     *,
@@ -332,10 +333,11 @@ def _score(
 ) -> tuple[ScoredBatch, CorrectedBatch, Pairs]:
     scored, checks = rescore(graphdef, params, rollout, head, compute=compute, microbatches=microbatches)
     corrected = correction.correct(scored, config)
-    return scored, corrected, {**corrected.metrics, **checks, **mismatch_pairs(rollout, scored, corrected)}
+    return scored, corrected, {**corrected.metrics, **checks, **batch_pairs(rollout, scored)}
 
 
 def _minibatch(batch: UpdateBatch, index: int, count: int) -> UpdateBatch:
     """Every ``count``-th row, from ``index`` on: each minibatch holds samples of every group."""
     batch = dataclasses.replace(batch, corrected=dataclasses.replace(batch.corrected, metrics={}))
-    return jax.tree.map(lambda x: x[index::count], batch)
+    part: UpdateBatch = jax.tree.map(lambda x: x[index::count], batch)
+    return part

@@ -28,7 +28,7 @@ class TrainState:
     version: scalar int32, optimizer updates so far: the policy version.
     """
 
-    params: nnx.State
+    params: nnx.State[Any, Any]
     opt_state: Any
     version: Int[Array, ""]
 
@@ -38,7 +38,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     if config.decay == "cosine":
         return _warm_cosine(config.learning_rate, config.warmup_steps, steps)
     if config.warmup_steps:
-        return optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps)
+        return optax.linear_schedule(
+            config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps
+        )
     return optax.constant_schedule(config.learning_rate)
 
 
@@ -57,9 +59,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     """Global-norm clipping, then AdamW; biases and norms (vectors) are not decayed."""
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(
-            schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=_decayed
-        ),
+        optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=_decayed),
     )
 
 
@@ -70,7 +70,7 @@ def _decayed(params: Any) -> Any:
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def init_state(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: nnx.State[Any, Any], optimizer: optax.GradientTransformation) -> TrainState:
     """A state at version 0."""
     return TrainState(params=params, opt_state=optimizer.init(params), version=jnp.zeros((), jnp.int32))
 

@@ -70,7 +70,7 @@ def make_update(
     """Builds ``update(state, batch) -> (state, metrics)``, to be jitted with the state donated.
 
     When nothing is left to train on (everything masked, every weight or advantage zero) or the loss or gradient is not
-    finite, the state comes back as it was and ``optim/skipped`` is 1; ``optim/nonfinite`` tells the two apart.
+    finite, the state comes back as it was and ``skipped`` is 1; ``nonfinite`` tells the two apart.
 
     Args:
       graphdef: of the ``Transformer``.
@@ -81,16 +81,18 @@ def make_update(
       remat: recompute activations in the backward pass.
     """
 
-    def total(params: nnx.State, part: UpdateBatch) -> tuple[Array, tuple[Array, Pairs]]:
+    def total(params: nnx.State[Any, Any], part: UpdateBatch) -> tuple[Array, tuple[Array, Pairs]]:
         model = nnx.merge(graphdef, params)
         logps, entropy = policy_logps(model, part.rollout, compute=compute, remat=remat)
         loss = policy_loss(logps, part, config)
         mask = part.scored.response_mask
         entropy_sum = jnp.sum(jnp.where(mask, jax.lax.stop_gradient(entropy), 0.0))
-        aux = {**loss.aux, "policy/entropy": (entropy_sum, jnp.sum(mask, dtype=jnp.float32))}
+        aux = {**loss.aux, "entropy/policy_mean": (entropy_sum, jnp.sum(mask, dtype=jnp.float32))}
         return loss.total, (loss.denominator, aux)
 
-    def accumulate(params: nnx.State, batch: UpdateBatch) -> tuple[tuple[Array, tuple[Array, Pairs]], nnx.State]:
+    def accumulate(
+        params: nnx.State[Any, Any], batch: UpdateBatch
+    ) -> tuple[tuple[Array, tuple[Array, Pairs]], nnx.State[Any, Any]]:
         gradient = jax.value_and_grad(total, has_aux=True)
         if microbatches == 1:
             return gradient(params, batch)
@@ -103,9 +105,10 @@ def make_update(
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, params, first))
 
         def body(sums: Any, part: UpdateBatch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, gradient(params, part)), None
+            return jax.tree_util.tree_map_with_path(_combine, sums, gradient(params, part)), None
 
-        return jax.lax.scan(body, zeros, parts)[0]
+        sums: Any = jax.lax.scan(body, zeros, parts)[0]
+        return sums  # type: ignore[no-any-return]
 
     def update(state: TrainState, batch: UpdateBatch) -> tuple[TrainState, Pairs]:
         (loss_sum, (count, aux)), grads = accumulate(state.params, batch)
@@ -124,13 +127,19 @@ def make_update(
         metrics: Pairs = {
             **aux,
             "optim/loss": (loss_sum, count),
-            "optim/grad_norm": (norm, one),
-            "optim/skipped": (1.0 - apply.astype(jnp.float32), one),
-            "optim/nonfinite": (1.0 - finite.astype(jnp.float32), one),
+            "grad_norm": (norm, one),
+            "skipped": (1.0 - apply.astype(jnp.float32), one),
+            "nonfinite": (1.0 - finite.astype(jnp.float32), one),
         }
         return state, metrics
 
     return update
+
+
+def _combine(path: tuple[Any, ...], total: Array, part: Array) -> Array:
+    """Sums and counts add up; what is named a maximum is one."""
+    largest = any(str(getattr(key, "key", "")).startswith("max/") for key in path)
+    return jnp.maximum(total, part) if largest else total + part
 
 
 def _contributes(batch: UpdateBatch) -> Array:

@@ -45,7 +45,7 @@ def warm_start(
     *,
     on_step: Callable[[int, dict[str, float | str]], None],
     should_stop: Callable[[], bool] = lambda: False,
-) -> nnx.State | None:
+) -> nnx.State[Any, Any] | None:
     """Trains the initial policy, or takes it from ``directory`` when it is there.
 
     Args:
@@ -95,13 +95,14 @@ def warm_start(
             checkpoints.save(step + 1, state, {"stream": stream.get_state()})
         if stopped and not done:
             return None
-    return state.params
+    final: nnx.State[Any, Any] = state.params
+    return final
 
 
 def _make_step(
     graphdef: Any, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Array, Array], tuple[TrainState, tuple[Array, Array]]]:
-    def loss_fn(params: nnx.State, tokens: Array, mask: Array) -> Array:
+    def loss_fn(params: nnx.State[Any, Any], tokens: Array, mask: Array) -> Array:
         model: Transformer = nnx.merge(graphdef, params)
         hidden = model(tokens, compute=ComputeConfig()).hidden[:, :-1]
         flat = hidden.reshape(-1, hidden.shape[-1])
