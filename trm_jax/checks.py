@@ -24,7 +24,7 @@ def same_shape(**arrays: AnyArray | None) -> tuple[int, ...]:
     >>> same_shape(token_kl=np.zeros((2, 3)), response_mask=np.ones((2, 3), bool))
     (2, 3)
     """
-    shapes = {name: tuple(array.shape) for name, array in arrays.items() if array is not None}
+    shapes = {name: tuple(jnp.shape(array)) for name, array in arrays.items() if array is not None}
     if len(set(shapes.values())) > 1:
         given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ValueError(f"these arrays must have one shape, given {given}: align them to the same response positions")

@@ -7,7 +7,7 @@ sequences packed into a row) they are ``[B, T]``, the statistic of its own seque
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,10 @@ __all__ = [
     "tokens_after",
 ]
 
-AnyArray: TypeAlias = Array | np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = Array | np.ndarray[Any, Any] | np.generic
+else:  # run-time type checkers want the bare class
+    AnyArray = Array | np.ndarray | np.generic
 
 MAX_LOG_RATIO = 60.0
 """Largest log-ratio that is exponentiated: ``e^60`` times any weight or advantage still fits float32."""

@@ -1,33 +1,66 @@
-"""Tiny models with every parameter off its starting value, and a transformer in float64 NumPy, written from equations."""
+"""Tiny models, and a transformer in float64 NumPy, written from the equations."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from trm_jax.models import Transformer, TransformerConfig
+from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, TransformerOutput
 
 SHAPES = {
     "dense": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
     "tied": {"tie_embeddings": True},
-    "moe": {"n_experts": 4, "experts_per_token": 2},
+    "moe": {"n_kv_heads": 1, "n_experts": 4, "experts_per_token": 2},
 }
 
 
+@functools.cache
 def make_model(kind: str, **changes: Any) -> Transformer:
-    """A model of one of ``SHAPES``; the norms, which start at one, are moved so that a test can see them."""
+    """A model of one of ``SHAPES`` with weights from NumPy; norms are off 1, where a test could not see them."""
     shape = {"vocab_size": 13, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "head_dim": 8, "d_ff": 24}
-    model = Transformer(TransformerConfig(**{**shape, **SHAPES[kind], **changes}), rngs=nnx.Rngs(3))
+    config = TransformerConfig(**{**shape, **SHAPES[kind], **changes})
+    model: Transformer = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model, nnx.Param)
     rng = np.random.default_rng(11)
-    for norm in (model.final_norm, model.blocks.attention_norm, model.blocks.mlp_norm):
-        value = norm.get_value()
-        norm.set_value((1.0 + 0.3 * rng.standard_normal(value.shape)).astype(np.float32))
-    return model
+
+    def fill(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        value = variable.get_value()
+        noise = rng.standard_normal(value.shape)
+        is_norm = "norm" in variable.get_metadata("logical_axes")
+        filled = 1.0 + 0.3 * noise if is_norm else noise / np.sqrt(value.shape[-2])
+        return variable.replace(jnp.asarray(filled, jnp.float32))
+
+    params = jax.tree.map(fill, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    filled: Transformer = nnx.merge(graphdef, params)
+    return filled
+
+
+# Compiling is nearly all the time of these tests. Where results are compared within a tolerance, not bit for bit, less
+# optimisation by the compiler halves it.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "compute", "remat"), compiler_options=QUICK_COMPILE)
+def _forward(
+    graphdef: Any, params: Any, tokens: Any, compute: ComputeConfig, remat: bool, arrays: dict[str, Any]
+) -> Any:
+    return nnx.merge(graphdef, params)(tokens, compute=compute, remat=remat, **arrays)
+
+
+def compiled_forward(
+    model: Transformer, tokens: Any, *, compute: ComputeConfig | None = None, remat: bool = False, **arrays: Any
+) -> TransformerOutput:
+    """``model(tokens, ...)`` under ``jit``: one compilation a shape, shared by the tests."""
+    graphdef, params = nnx.split(model, nnx.Param)
+    return _forward(graphdef, params, np.asarray(tokens), compute or ComputeConfig(), remat, arrays)
 
 
 def numpy_params(model: Transformer) -> dict[str, Any]:
@@ -113,3 +146,13 @@ def to_numpy() -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="session")
 def numpy_forward() -> Callable[..., tuple[np.ndarray, list[Any], float]]:
     return oracle
+
+
+@pytest.fixture(scope="session")
+def forward() -> Callable[..., TransformerOutput]:
+    return compiled_forward
+
+
+@pytest.fixture(scope="session")
+def quick_jit() -> Callable[..., Any]:
+    return functools.partial(jax.jit, compiler_options=QUICK_COMPILE)

@@ -194,8 +194,8 @@ def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
     if held != settings:
         keys = sorted(_differences(held, settings))
         raise ValueError(
-            f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the same options, "
-            "or choose another directory with directory=PATH."
+            f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the same "
+            "options, or choose another directory with directory=PATH."
         )
 
 

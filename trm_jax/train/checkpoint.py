@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent, and verified before they are trusted.
 
-A checkpoint is a directory ``step_00000040``: ``arrays/`` (Orbax), ``state.json`` (data iterator, versions, settings)
-and ``manifest.json`` (size and SHA-256 of every other file). It is written under another name, flushed, and renamed, so
+A checkpoint is a directory ``step_00000040``: ``arrays/`` (Orbax), ``layout.json`` (type and shape of every array, since
+Orbax casts without complaint), ``state.json`` (data iterator, versions, settings) and ``manifest.json`` (size and
+SHA-256 of every other file). It is written under another name, flushed, and renamed, so
 a kill at any moment leaves the earlier checkpoints as they were. Orbax restores a flipped bit without complaint; the
 manifest does not: a checkpoint that fails it is passed over, aloud, for the one before it.
 """
@@ -79,8 +80,10 @@ class Checkpointer:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
+            named = _by_path(arrays)
             with ocp.StandardCheckpointer() as writer:
-                writer.save(partial / "arrays", _by_path(arrays))
+                writer.save(partial / "arrays", named)
+            (partial / "layout.json").write_text(json.dumps(_layout(named), indent=1), encoding="utf-8")
             (partial / "state.json").write_text(json.dumps(state, sort_keys=True, indent=1), encoding="utf-8")
             manifest = _manifest(partial)
             (partial / "manifest.json").write_text(json.dumps(manifest, sort_keys=True, indent=1), encoding="utf-8")
@@ -94,8 +97,8 @@ class Checkpointer:
             if not isinstance(error, OSError) and not _is_disk_error(error):
                 raise
             raise CheckpointError(
-                f"could not write checkpoint {final.name} under {self._directory}: {error}. Free some space or choose "
-                f"another directory, then continue with --resume. Kept: {self._names() or 'none'}."
+                f"could not write checkpoint {final.name} under {self._directory}: {_one_line(error)}. Free some space "
+                f"there, then continue with --resume. Kept: {self._names() or 'none'}."
             ) from error
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self._path(old), ignore_errors=True)
@@ -125,11 +128,13 @@ class Checkpointer:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             try:
                 expected = template(state)
+                named = _by_path(jax.tree.map(_abstract, expected))
+                _check_layout(json.loads((path / "layout.json").read_text(encoding="utf-8")), _layout(named))
                 with ocp.StandardCheckpointer() as reader:
-                    flat = reader.restore(path / "arrays", _by_path(jax.tree.map(_abstract, expected)))
-            except (ValueError, KeyError, TypeError) as error:
+                    flat = reader.restore(path / "arrays", named)
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"checkpoint {path} holds other arrays than this configuration's model and optimizer: {error}. "
+                    f"checkpoint {path} does not fit this configuration's model and optimizer: {_one_line(error)}. "
                     "Resume with the configuration that wrote it, or choose another directory."
                 ) from error
             arrays = jax.tree.unflatten(jax.tree.structure(expected), [flat[name] for name in _by_path(expected)])
@@ -197,15 +202,33 @@ def _flush_directory(path: Path) -> None:
 
 
 def _is_disk_error(error: Exception) -> bool:
-    """Tensorstore reports the operating system's refusals in words."""
-    text = str(error)
-    return any(sign in text for sign in ("No space left", "Disk quota", "Read-only file system", "Permission denied"))
+    """Tensorstore reports the operating system's refusals in words, with the error's number."""
+    return "os_error_code=" in str(error)
+
+
+def _one_line(error: Exception) -> str:
+    """The gist of an error: Orbax and Tensorstore quote whole trees and paths."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
     """The leaves by their path, in order: a layout on disk that does not depend on container classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError("two arrays of this tree have the same path once its keys are joined by dots; rename one.")
+    return named
+
+
+def _layout(named: dict[str, Any]) -> dict[str, str]:
+    return {name: f"{jax.numpy.dtype(x.dtype).name}{list(x.shape)}" for name, x in named.items()}
+
+
+def _check_layout(held: dict[str, str], wanted: dict[str, str]) -> None:
+    for name in [*wanted, *held]:
+        if held.get(name) != wanted.get(name):
+            raise ValueError(f"{name} is {held.get(name, 'absent')} there and {wanted.get(name, 'absent')} here")
 
 
 def _abstract(x: Any) -> Any:

@@ -358,7 +358,7 @@ class TrainConfig:
         )
         _require(
             not model.batch_invariant or (mesh.data == 1 and mesh.tensor == 1),
-            "model.batch_invariant holds on one device (sums over a mesh depend on its layout): set mesh.data=mesh.tensor=1.",
+            "model.batch_invariant holds on one device, since sums over a mesh depend on its layout: set mesh to 1 x 1.",
         )
         _require(
             model.source == "smollm2" or self.task.kind == "reasoning_gym",

@@ -30,16 +30,20 @@ class _Static(NamedTuple):
 
 
 def vocabulary_chunks(vocabulary: int, tokens: int, chunk_size: int) -> tuple[int, int]:
-    """``(size, count)`` of the backward chunks: ``[tokens, size]`` logits take the memory of ``[chunk_size, V]``.
+    """``(size, count)`` of the backward chunks: ``[tokens, size]`` logits take about the memory of ``[chunk_size, V]``.
 
-    A count that divides the vocabulary is preferred, because padding would copy the head.
+    A count that divides the vocabulary is preferred, because padding would copy the head; among those one whose size is
+    a multiple of 16, so that every chunk splits evenly over devices that share the vocabulary.
+
+    >>> vocabulary_chunks(151_936, 4_096, 128), vocabulary_chunks(101, 64, 16)
+    ((9496, 16), (32, 4))
     """
-    fewest = max(1, math.ceil(tokens / chunk_size))
-    fewest = min(fewest, vocabulary)
-    for count in range(fewest, min(2 * fewest, vocabulary) + 1):
-        if vocabulary % count == 0:
-            return vocabulary // count, count
-    return math.ceil(vocabulary / fewest), fewest
+    ideal = min(max(1, math.ceil(tokens / chunk_size)), vocabulary)
+    counts = [n for n in range(math.ceil(ideal / 2), min(2 * ideal, vocabulary) + 1) if vocabulary % n == 0]
+    if counts:
+        count = min(counts, key=lambda n: (-math.gcd(vocabulary // n, 16), abs(n - ideal)))
+        return vocabulary // count, count
+    return 16 * math.ceil(vocabulary / ideal / 16), ideal
 
 
 def _forward(static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None) -> LinearLogps:

@@ -24,8 +24,8 @@ def linear_logps_reference(
     z = restrict(raw, support)
     alive = jnp.any(z > -jnp.inf, axis=-1, keepdims=True)
     lse = jax.nn.logsumexp(jnp.where(alive, z, 0.0), axis=-1)
-    p = jnp.exp(jnp.where(alive, z, 0.0) - lse[:, None])
-    entropy = lse - jnp.sum(jnp.where(z > -jnp.inf, p * jnp.where(z > -jnp.inf, z, 0.0), 0.0), axis=-1)
+    log_p = jnp.where(z > -jnp.inf, z - lse[:, None], 0.0)
+    entropy = -jnp.sum(jnp.where(z > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)
     legal = alive[:, 0] if support is None else in_support(support, tokens)
     logps = jnp.take_along_axis(raw, tokens[:, None].astype(jnp.int32), axis=-1)[:, 0] - lse
     return LinearLogps(

@@ -25,4 +25,5 @@ def linear_vocab_divergence_reference(
     """Holds two ``[N, V]`` arrays of logits."""
     policy_logits = restrict(head_logits(policy_hidden, policy_head, temperature), support)
     rollout_logits = restrict(head_logits(rollout_hidden, rollout_head, temperature), support)
-    return logits_divergence(policy_logits, rollout_logits, tokens, with_tv=with_tv)
+    out: VocabDivergence = logits_divergence(policy_logits, rollout_logits, tokens, with_tv=with_tv)
+    return out

@@ -1,0 +1,240 @@
+"""Token log-probs of a linear head: values and gradients against float64 numpy, chunking, supports, dtypes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trm_jax import ops
+
+N, D, V = 37, 12, 101  # neither divides any chunk below
+
+
+def operands(seed: int = 0, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    hidden = scale * rng.normal(size=(N, D)).astype(np.float32)
+    head = rng.normal(size=(V, D)).astype(np.float32)
+    return hidden.astype(np.float32), head, rng.integers(0, V, N)
+
+
+def random_support(tokens: np.ndarray, seed: int = 1) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    support = rng.random((N, V)) < 0.5
+    support[np.arange(N), tokens] = True
+    return support
+
+
+def pack(support: np.ndarray) -> np.ndarray:
+    return np.packbits(support, axis=1, bitorder="little")
+
+
+def oracle(
+    hidden: np.ndarray, head: np.ndarray, tokens: np.ndarray, temperature: float, support: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Float64 values and the analytic gradient of sum(a·logps + b·logsumexp + c·entropy)."""
+    h, w = hidden.astype(float), head.astype(float)
+    z = h @ w.T / temperature
+    if support is not None:
+        z = np.where(support, z, -np.inf)
+    top = z.max(-1, keepdims=True)
+    lse = (top + np.log(np.exp(z - top).sum(-1, keepdims=True)))[:, 0]
+    p = np.exp(z - lse[:, None])
+    logp = np.where(p > 0, z - lse[:, None], 0.0)
+    entropy = -(p * logp).sum(-1)
+    return {
+        "logps": z[np.arange(len(tokens)), tokens] - lse,
+        "logsumexp": lse,
+        "entropy": entropy,
+        "p": p,
+        "logp": logp,
+    }
+
+
+def oracle_gradient(
+    hidden: np.ndarray,
+    head: np.ndarray,
+    tokens: np.ndarray,
+    temperature: float,
+    cotangents: np.ndarray,
+    support: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    o = oracle(hidden, head, tokens, temperature, support)
+    a, b, c = (x[:, None] for x in cotangents)
+    onehot = np.eye(V)[tokens]
+    dz = a * (onehot - o["p"]) + b * o["p"] - c * o["p"] * (o["logp"] + o["entropy"][:, None])
+    dz /= temperature
+    return dz @ head.astype(float), dz.T @ hidden.astype(float)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_values_and_gradients(implementation: str, restricted: bool, temperature: float) -> None:
+    hidden, head, tokens = operands()
+    support = random_support(tokens) if restricted else None
+    bits = None if support is None else pack(support)
+    cotangents = np.random.default_rng(2).normal(size=(3, N)).astype(np.float32)
+
+    def weighted(h: jax.Array, w: jax.Array) -> tuple[jax.Array, ops.LinearLogps]:
+        out = ops.linear_logps(
+            h, w, tokens, temperature=temperature, support=bits, implementation=implementation, chunk_size=8
+        )
+        return sum(jnp.sum(x * c) for x, c in zip(out, cotangents, strict=True)), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(hidden, head)
+    expected = oracle(hidden, head, tokens, temperature, support)
+    for name in ("logps", "logsumexp", "entropy"):
+        # 2e-5: logits of size 20 carry 1e-6 from their float32 product.
+        np.testing.assert_allclose(getattr(out, name), expected[name], rtol=1e-5, atol=2e-5, err_msg=name)
+    for got, want in zip(
+        gradients, oracle_gradient(hidden, head, tokens, temperature, cotangents, support), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 37, 1000])
+def test_chunking_does_not_matter(chunk_size: int) -> None:
+    hidden, head, tokens = operands()
+    bits = pack(random_support(tokens))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(h: jax.Array, w: jax.Array, size: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def total(h: jax.Array, w: jax.Array) -> jax.Array:
+            out = ops.linear_logps(h, w, tokens, support=bits, chunk_size=size)
+            return jnp.sum(out.logps + 0.1 * out.entropy)
+
+        return ops.linear_logps(h, w, tokens, support=bits, chunk_size=size), jax.grad(total, (0, 1))(h, w)
+
+    got, want = run(hidden, head, chunk_size), run(hidden, head, 9)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+
+
+def test_token_outside_the_support() -> None:
+    hidden, head, tokens = operands()
+    support = random_support(tokens)
+    support[3, tokens[3]] = False
+    support[4] = False  # nothing left at all, as at a masked slot
+    bits = pack(support)
+    for implementation in ("reference", "chunked"):
+
+        def total(h: jax.Array, w: jax.Array, implementation: str = implementation) -> jax.Array:
+            out = ops.linear_logps(h, w, tokens, support=bits, implementation=implementation)
+            return jnp.sum(jnp.where(jnp.isfinite(out.logps), out.logps, 0.0))
+
+        out = ops.linear_logps(hidden, head, tokens, support=bits, implementation=implementation)
+        np.testing.assert_array_equal(np.isneginf(out.logps), np.isin(np.arange(N), [3, 4]))
+        assert out.logsumexp[4] == -np.inf
+        assert out.entropy[4] == 0
+        grad_hidden, grad_head = jax.jit(jax.grad(total, (0, 1)))(hidden, head)
+        np.testing.assert_array_equal(grad_hidden[3:5], 0.0)
+        assert np.all(np.isfinite(grad_head))
+
+
+def test_unguarded_gradient_of_an_impossible_token_is_zero() -> None:
+    hidden, head, tokens = operands()
+    support = random_support(tokens)
+    support[3, tokens[3]] = False
+    grads = jax.grad(lambda h: jnp.sum(ops.linear_logps(h, head, tokens, support=pack(support)).logps))(hidden)
+    np.testing.assert_array_equal(grads[3], 0.0)
+    assert np.all(np.isfinite(grads))
+
+
+def test_nan_row_without_cotangent_stays_out_of_the_head_gradient() -> None:
+    hidden, head, tokens = operands()
+    mask = np.ones(N, bool)
+    mask[5] = False
+    dirty = hidden.copy()
+    dirty[5] = np.nan
+
+    def total(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask, ops.linear_logps(h, w, tokens, chunk_size=8).logps, 0.0))
+
+    gradient = jax.jit(jax.grad(total, (0, 1)))
+    got, want = gradient(dirty, head), gradient(hidden, head)
+    np.testing.assert_array_equal(got[0][5], 0.0)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6)
+    assert jnp.isnan(ops.linear_logps(dirty, head, tokens).logps[5])
+
+
+def test_bfloat16_operands_accumulate_in_float32() -> None:
+    hidden, head, tokens = operands(scale=3.0)
+    h, w = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
+    out = ops.linear_logps(h, w, tokens, chunk_size=8)
+    # The same bfloat16 operands in float64: what is left is accumulation, far below bfloat16's 4e-3.
+    expected = oracle(np.asarray(h, np.float32), np.asarray(w, np.float32), tokens, 1.0)
+    np.testing.assert_allclose(out.logps, expected["logps"], rtol=1e-5, atol=2e-5)
+    assert out.logps.dtype == jnp.float32
+    grads = jax.grad(lambda h, w: jnp.sum(ops.linear_logps(h, w, tokens, chunk_size=8).logps), (0, 1))(h, w)
+    ones = np.stack([np.ones(N), np.zeros(N), np.zeros(N)])
+    wants = oracle_gradient(np.asarray(h, np.float32), np.asarray(w, np.float32), tokens, 1.0, ones)
+    for got, want in zip(grads, wants, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=8e-3, atol=1e-4)  # one rounding to bfloat16
+
+
+def test_head_gradient_of_many_tokens_is_summed_in_float32() -> None:
+    # 4,096 equal tokens against a bfloat16 head: a bfloat16 running sum would stop growing at 256 times a term.
+    hidden = jnp.ones((4096, 1), jnp.bfloat16)
+    head = jnp.zeros((2, 1), jnp.bfloat16)
+    tokens = jnp.zeros(4096, jnp.int32)
+    grad = jax.grad(lambda w: jnp.sum(ops.linear_logps(hidden, w, tokens, chunk_size=64).logps))(head)
+    np.testing.assert_array_equal(np.asarray(grad, np.float32), [[2048.0], [-2048.0]])  # 4096 · (1 - ½), 4096 · (-½)
+
+
+def test_by_hand() -> None:
+    # z = [2, 0] / 0.5 = [4, 0]: logp = -log(1 + e^-4) = -0.0181499, H = 0.0900948 (p = .9820138)
+    out = ops.linear_logps(jnp.array([[2.0]]), jnp.array([[1.0], [0.0]]), jnp.array([0]), temperature=0.5)
+    np.testing.assert_allclose(out.logps, [-0.0181499], rtol=1e-5)
+    np.testing.assert_allclose(out.logsumexp, [4.0181499], rtol=1e-6)
+    np.testing.assert_allclose(out.entropy, [0.0900948], rtol=1e-5)
+
+
+def test_no_tokens() -> None:
+    for implementation in ("reference", "chunked"):
+        out = ops.linear_logps(jnp.zeros((0, D)), jnp.zeros((V, D)), jnp.zeros(0, int), implementation=implementation)
+        assert out.logps.shape == (0,)
+
+
+def test_second_call_does_not_recompile() -> None:
+    hidden, head, tokens = operands()
+    run = jax.jit(lambda h, w, y: ops.linear_logps(h, w, y, chunk_size=8))
+    run(hidden, head, tokens)
+    run(hidden + 1, head, (tokens + 1) % V)
+    assert run._cache_size() == 1
+
+
+def test_full_logits_are_never_held() -> None:
+    """Temporaries of value and gradient, in a vocabulary where [N, V] float32 would be 64 MiB."""
+    n, d, v = 2048, 8, 8192
+    shapes = (jax.ShapeDtypeStruct((n, d), jnp.float32), jax.ShapeDtypeStruct((v, d), jnp.float32))
+    tokens = jnp.zeros(n, jnp.int32)
+
+    def total(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(ops.linear_logps(h, w, tokens, chunk_size=64).logps)
+
+    compiled = jax.jit(jax.value_and_grad(total, (0, 1))).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * v / 4
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"implementation": "pallas_tpu"}, NotImplementedError, "implementation='chunked'"),
+        ({"implementation": "palas"}, (ValueError, TypeError), "palas"),
+        ({"temperature": 0.0}, ValueError, "temperature must lie in"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must lie in"),
+        ({"support": np.zeros((N, 2), np.uint8)}, ValueError, r"support must be \[37, 13\]"),
+        ({"tokens": np.zeros(3, int)}, (ValueError, TypeError), "tokens"),
+        ({"head": np.zeros((V, D + 1), np.float32)}, (ValueError, TypeError), "head"),
+    ],
+)
+def test_refused_inputs(change: dict[str, object], error: type[Exception], message: str) -> None:
+    hidden, head, tokens = operands()
+    given = {"hidden": hidden, "head": head, "tokens": tokens} | change
+    with pytest.raises(error, match=message):
+        ops.linear_logps(**given)

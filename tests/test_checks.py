@@ -1,0 +1,55 @@
+"""The messages of refused inputs say what was given and what is required."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from trm_jax import checks
+
+
+def test_same_shape_names_every_array() -> None:
+    with pytest.raises(ValueError, match=r"token_kl \[2, 3\], response_mask \[2, 4\]"):
+        checks.same_shape(token_kl=np.zeros((2, 3)), response_mask=np.zeros((2, 4)))
+
+
+def test_same_shape_leaves_out_none() -> None:
+    assert checks.same_shape(a=np.zeros((2, 3)), b=None) == (2, 3)
+
+
+def test_bool_mask_refuses_numbers() -> None:
+    with pytest.raises(TypeError, match="response_mask must be bool .* given dtype float64"):
+        checks.bool_mask(response_mask=np.ones(3))
+    checks.bool_mask(response_mask=np.ones(3, bool), token_keep=None)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
+def test_in_range_refuses(value: float) -> None:
+    with pytest.raises(ValueError, match=r"threshold must lie in \[0, 1\], given"):
+        checks.in_range("threshold", value, low=0.0, high=1.0)
+
+
+def test_in_range_accepts_closed_ends_and_none() -> None:
+    for value in (0.0, 1.0, None):
+        checks.in_range("threshold", value, low=0.0, high=1.0)
+
+
+def test_in_range_open_ends() -> None:
+    with pytest.raises(ValueError, match=r"cap must lie in \(0, inf\)"):
+        checks.in_range("cap", math.inf, low=0.0, low_open=True, high_open=True)
+
+
+def test_ordered_names_both_ends() -> None:
+    with pytest.raises(ValueError, match=r"low must be below high, given low=2.0 and high=1.0"):
+        checks.ordered("low", 2.0, "high", 1.0)
+    with pytest.raises(ValueError, match="must be below"):
+        checks.ordered("low", 1.0, "high", 1.0)
+
+
+def test_known_name_hints_only_at_near_names() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'trm_max'\?"):
+        checks.known_name("preset", "trm-max", ("trm_max", "cis"))
+    with pytest.raises(ValueError, match="unknown preset 'zzzz': choose one of trm_max, cis"):
+        checks.known_name("preset", "zzzz", ("trm_max", "cis"))
