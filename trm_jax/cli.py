@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import tyro
 
@@ -41,7 +42,7 @@ class Train:
         from rich.console import Console
 
         from trm_jax.report import collect, results_table
-        from trm_jax.train import Interrupted, load_config, run_experiment
+        from trm_jax.train import Interrupted, check_experiment, load_config, run_experiment
 
         config = load_config(self.config, self.overrides)
         if self.arm:
@@ -51,11 +52,13 @@ class Train:
                 raise ValueError(f"--arm {' '.join(missing)}: no such arm; the file has {', '.join(known)}.")
             config = dataclasses.replace(config, arms=tuple(arm for arm in config.arms if arm.slug in self.arm))
         if self.check:
+            for arm in config.arms:
+                check_experiment(arm.train)
             print(f"{self.config}: fine; arms {', '.join(arm.slug for arm in config.arms)}; seeds {list(config.seeds)}")
             return 0
-        stop = _StopOnSignal()
         try:
-            report = run_experiment(config, resume=self.resume, should_stop=stop)
+            with _StopOnSignal() as stop:
+                report = run_experiment(config, resume=self.resume, should_stop=stop)
         except Interrupted as interruption:
             print(interruption, file=sys.stderr)
             return _STOPPED
@@ -132,19 +135,21 @@ class Options:
 
     def run(self) -> int:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         from trm_jax.train import describe_options
 
+        console = Console()
+        if not console.is_terminal:  # a line an option, to be searched
+            print("\n".join("  ".join(row) for row in describe_options()))
+            return 0
         table = Table(box=None, pad_edge=False)
         for column in ("key", "type", "default", "meaning"):
             table.add_column(column, overflow="fold")
         for row in describe_options():
-            table.add_row(*row)
-        console = Console()
-        console.print(
-            table if console.is_terminal else "\n".join("  ".join(r) for r in describe_options()), markup=False
-        )
+            table.add_row(*map(escape, row))
+        console.print(table)
         return 0
 
 
@@ -153,8 +158,14 @@ class _StopOnSignal:
 
     def __init__(self) -> None:
         self._asked = False
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
+
+    def __enter__(self) -> Self:
+        self._before = [(number, signal.signal(number, self._handle)) for number in (signal.SIGINT, signal.SIGTERM)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before:
+            signal.signal(number, handler)
 
     def __call__(self) -> bool:
         return self._asked
@@ -177,19 +188,32 @@ Command = (
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; errors a user can mend are one line on standard error and exit status 2."""
-    command: Train | Report | Fetch | Tasks | Options = tyro.cli(
-        Command,
-        prog="trm-jax",
-        args=argv,
-        description="LLM reinforcement learning when the policy that samples is not the policy that trains.",
-    )
+    command = _parse(argv)
     try:
         return command.run()
-    except (ValueError, ImportError, RuntimeError) as error:
+    except BrokenPipeError:  # the reader of our output is gone; Python's own last flush must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("trm-jax: interrupted", file=sys.stderr)
+        return _STOPPED
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         if _is_internal(error):
             raise
         print(f"trm-jax: error: {error}", file=sys.stderr)
         return 2
+
+
+def _parse(argv: list[str] | None) -> Train | Report | Fetch | Tasks | Options:
+    """Overrides may also stand after options: ``trm-jax train FILE --resume steps=20``."""
+    about = "LLM reinforcement learning when the policy that samples is not the policy that trains."
+    command: Train | Report | Fetch | Tasks | Options
+    command, rest = tyro.cli(Command, prog="trm-jax", args=argv, description=about, return_unknown_args=True)
+    if isinstance(command, Train) and all("=" in text and not text.startswith("-") for text in rest):
+        return dataclasses.replace(command, overrides=(*command.overrides, *rest))
+    if rest:
+        command = tyro.cli(Command, prog="trm-jax", args=argv, description=about)  # says what is wrong, and ends
+    return command
 
 
 def _is_internal(error: Exception) -> bool:

@@ -28,7 +28,8 @@ def _required(scored: ScoredBatch, field: str, mask: MaskName) -> Array:
             f"the mask {mask} needs {field}, which this batch lacks: have the engine return hidden states so that "
             f"rescoring computes full-vocabulary divergences, or use {instead}"
         )
-    return jnp.asarray(values)
+    out: Array = values
+    return out
 
 
 def _sequence_keep(mask: MaskName, scored: ScoredBatch, log_ratio: Array, config: CorrectionConfig) -> Array:
@@ -144,6 +145,8 @@ def correct(
         response_mask=scored.response_mask,
         token_kl=scored.token_kl,
         token_tv=scored.token_tv,
+        policy_entropy=scored.policy_entropy,
+        rollout_entropy=scored.rollout_entropy,
         segment_ids=scored.segment_ids,
         policy_logps=policy_logps,
     )
@@ -153,7 +156,8 @@ def correct(
             f"numerator={config.numerator!r} with policy_logps {'missing' if policy_logps is None else 'given'}: "
             "pass policy_logps exactly when numerator='policy'"
         )
-    mask = jnp.asarray(scored.response_mask)
+    scored = jax.tree.map(jnp.asarray, scored)
+    mask = scored.response_mask
     numerator = inspect_logps(scored.proximal_logps if policy_logps is None else policy_logps, mask, config.sentinel)
     rollout = inspect_logps(scored.rollout_logps, mask, config.sentinel)
     if config.non_finite == "raise":

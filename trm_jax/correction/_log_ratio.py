@@ -24,7 +24,7 @@ def masked_log_ratio(
     logq = jnp.minimum(as_float32(denominator_logps), 0.0)
     impossible = jnp.isneginf(logp) & ~jnp.isnan(logq)
     difference = jnp.where(impossible, -jnp.inf, logp - jnp.where(impossible, 0.0, logq))
-    return jax.lax.stop_gradient(jnp.where(response_mask, difference, 0.0))
+    return jax.lax.stop_gradient(jnp.where(jnp.asarray(response_mask), difference, 0.0))
 
 
 def usable_log_ratio(

@@ -59,7 +59,7 @@ def keep_metrics(
     rejected: Mapping[str, Bool[Array, B * T]],
 ) -> Metrics:
     """Kept fractions and rejected sequences by cause, each sequence counted at its last token."""
-    mask = jnp.asarray(scored.response_mask)
+    mask = scored.response_mask
     ends = sequence_ends(mask, scored.segment_ids)
     sequences, tokens = _count(ends), _count(mask)
     kept = over_tokens(sequence_keep, mask)
@@ -97,7 +97,7 @@ def weight_metrics(
 
 def divergence_metrics(scored: ScoredBatch, log_ratio: Float[Array, "B T"], refused: Bool[Array, "B T"]) -> Metrics:
     """Estimators on sampled tokens, full-vocabulary divergences and entropies when the record carries them."""
-    mask = jnp.asarray(scored.response_mask) & ~refused
+    mask = scored.response_mask & ~refused
     finite = mask & jnp.isfinite(log_ratio)
     metrics = {
         "kl/k1_mean": (masked_sum(-log_ratio, finite), _count(finite)),
@@ -121,7 +121,7 @@ def divergence_metrics(scored: ScoredBatch, log_ratio: Float[Array, "B T"], refu
 
 def logp_metrics(scored: ScoredBatch, proximal: LegalLogps, rollout: LegalLogps) -> Metrics:
     """Perplexity gap and the count of every kind of unusual log-prob (totals are counts of tokens)."""
-    mask = jnp.asarray(scored.response_mask)
+    mask = scored.response_mask
     tokens = _count(mask)
     odd = proximal.refused | rollout.refused | proximal.zero_probability | rollout.zero_probability
     ends = sequence_ends(mask, scored.segment_ids)

@@ -7,6 +7,7 @@ from trm_jax.train.checkpoint import CheckpointError as CheckpointError
 from trm_jax.train.config import RunConfig as RunConfig
 from trm_jax.train.config import TrainConfig as TrainConfig
 from trm_jax.train.experiment import Experiment as Experiment
+from trm_jax.train.experiment import check_experiment as check_experiment
 from trm_jax.train.experiment import open_experiment as open_experiment
 from trm_jax.train.load import build as build
 from trm_jax.train.load import describe_options as describe_options

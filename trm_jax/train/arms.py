@@ -24,9 +24,10 @@ from trm_jax.report import (
     TensorBoardWriter,
     write_report,
 )
+from trm_jax.report.writers import write_atomically
 from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
-from trm_jax.train.experiment import open_experiment
+from trm_jax.train.experiment import check_experiment, open_experiment
 from trm_jax.train.loop import NonFiniteError, RunOutcome, TrainRun
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
@@ -63,6 +64,8 @@ def run_experiment(
       Interrupted: stopped on request; the report of what is there has been written.
       NonFiniteError: one run's loss or gradient was not finite.
     """
+    for arm in config.arms:
+        _named_arm(arm, check_experiment)
     root = _prepare(config, resume=resume, command=sys.argv if command is None else command)
     runs = [(arm, dataclasses.replace(arm.train, seed=seed)) for seed in config.seeds for arm in config.arms]
     plan = []
@@ -78,12 +81,21 @@ def run_experiment(
     try:
         with ConsoleProgress(runs=planned) as progress:
             for arm, train in runs:
+                if should_stop():
+                    raise Interrupted(f"stopped before arm {arm.name!r}, seed {train.seed}; continue with --resume.")
                 warm_name = names.get((train.seed, warmstart_directory(root, train)), _WARM)
                 _run_arm(arm, train, root, progress, should_stop, warm_name=warm_name)
     except (Interrupted, NonFiniteError, CheckpointError):
         write_report(root)
         raise
     return write_report(root)
+
+
+def _named_arm(arm: ArmConfig, check: Callable[[TrainConfig], None]) -> None:
+    try:
+        check(arm.train)
+    except ValueError as error:
+        raise ValueError(f"arm {arm.slug}: {error}") from error
 
 
 def _prepare(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path:
@@ -106,19 +118,32 @@ def _prepare(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path
             "directory=PATH, or remove it."
         )
     if path.exists():
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = _read_record(path)
         known = {arm["slug"] for arm in held["arms"]} | {arm.slug for arm in config.arms}
         description |= {"created": held["created"], "command": held["command"]}
+        description["seeds"] = sorted({*held["seeds"], *config.seeds})
         extra = [arm for arm in held["arms"] if arm["slug"] in known - {arm.slug for arm in config.arms}]
         description["arms"] = [*description["arms"], *extra]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(description, indent=1), encoding="utf-8")
+        _write_record(path, description)
     except OSError as error:
         raise ValueError(
             f"cannot write to the run directory {str(root)!r}: {error.strerror}. Choose another with directory=PATH."
         ) from error
     return root
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(record, indent=1).encode())
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON ({error}). Put a copy back, or start in another one.") from error
+    return record
 
 
 def _run_arm(
@@ -134,28 +159,32 @@ def _run_arm(
     result = directory / "result.json"
     settings = json.loads(json.dumps(dataclasses.asdict(train)))
     _check_same_settings(directory / "config.json", settings)
-    if result.exists() and json.loads(result.read_text(encoding="utf-8"))["status"] == "complete":
+    if result.exists() and _read_record(result)["status"] == "complete":
         progress.start_run(arm.name, train.seed, first_step=train.steps)
         progress.finish_run("complete", "done before")
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     mesh = make_mesh(train.mesh.data, train.mesh.tensor)
     began = time.perf_counter()
     with open_experiment(train) as experiment:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_record(directory / "config.json", settings)
         params = nnx.state(experiment.model)
         if train.warmstart.steps:
             place = warmstart_directory(root, train)
-            steps_done = _last_step(place / "metrics.jsonl")
-            if steps_done < train.warmstart.steps or not (place / "checkpoints").exists():
-                progress.start_run(warm_name, train.seed, first_step=steps_done)
+            started = False
             with _writers(place, after=None) as write:
 
                 def on_warm(step: int, record: dict[str, float | str]) -> None:
+                    nonlocal started
+                    if not started:
+                        progress.start_run(warm_name, train.seed, first_step=step - 1)
+                    started = True
                     write(step, record)
                     progress.update(step, record)
 
-                warm = warm_start(experiment, train, place, mesh, on_step=on_warm, should_stop=should_stop)
+                warm = warm_start(
+                    experiment, train, place, mesh, on_step=on_warm, should_stop=should_stop, note=progress.note
+                )
             if warm is None:
                 progress.finish_run("stopped", "saved; continue with --resume")
                 raise Interrupted("stopped during the warm start; continue with --resume.")
@@ -174,11 +203,11 @@ def _run_arm(
                 outcome = run.run(on_step=on_step, should_stop=should_stop)
         except (NonFiniteError, CheckpointError) as error:
             reason = str(error)
-            _write_result(result, None, "failed", reason, train, time.perf_counter() - began)
+            _write_result(result, None, "failed", reason, train, time.perf_counter() - began, steps=run.step)
             progress.finish_run("failed", reason)
             raise
     reason = "" if outcome.status == "complete" else "stopped on request; continue with --resume"
-    _write_result(result, outcome, outcome.status, reason, train, time.perf_counter() - began)
+    _write_result(result, outcome, outcome.status, reason, train, time.perf_counter() - began, steps=outcome.step)
     progress.finish_run(outcome.status, reason)
     if outcome.status == "stopped":
         raise Interrupted(
@@ -190,7 +219,7 @@ def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
     """Refuses to continue a run under another configuration."""
     if not path.exists():
         return
-    held = json.loads(path.read_text(encoding="utf-8"))
+    held = _read_record(path)
     if held != settings:
         keys = sorted(_differences(held, settings))
         raise ValueError(
@@ -205,16 +234,6 @@ def _differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
             yield from _differences(a.get(key), b.get(key), f"{where}.{key}" if where else key)
     elif a != b:
         yield where
-
-
-def _last_step(path: Path) -> int:
-    """The last step that a metrics file holds, 0 without one."""
-    from trm_jax.report import read_metrics
-
-    if not path.exists():
-        return 0
-    rows = read_metrics(path)
-    return int(rows[-1]["step"]) if rows else 0
 
 
 @contextlib.contextmanager
@@ -245,10 +264,10 @@ def _writers(directory: Path, *, after: int | None) -> Iterator[Callable[[int, d
 
 
 def _write_result(
-    path: Path, outcome: RunOutcome | None, status: str, reason: str, train: TrainConfig, seconds: float
+    path: Path, outcome: RunOutcome | None, status: str, reason: str, train: TrainConfig, seconds: float, *, steps: int
 ) -> None:
     """``result.json``; the time adds up over resumptions."""
-    before = json.loads(path.read_text(encoding="utf-8"))["seconds"] if path.exists() else 0.0
+    before = _read_record(path)["seconds"] if path.exists() else 0.0
     nan = float("nan")
     accuracy = {
         "accuracy_start": nan if outcome is None else outcome.accuracy_start,
@@ -260,9 +279,7 @@ def _write_result(
         **{name: None if value != value else value for name, value in accuracy.items()},
         "evaluation_items": 0 if outcome is None else outcome.evaluation_items,
         "seconds": round(before + seconds, 2),
-        "steps": train.steps if outcome is None else outcome.step,
+        "steps": steps,
         "seed": train.seed,
     }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    partial.replace(path)
+    _write_record(path, record)

@@ -1,10 +1,10 @@
 """Checkpoints that are whole or absent, and verified before they are trusted.
 
-A checkpoint is a directory ``step_00000040``: ``arrays/`` (Orbax), ``layout.json`` (type and shape of every array, since
-Orbax casts without complaint), ``state.json`` (data iterator, versions, settings) and ``manifest.json`` (size and
-SHA-256 of every other file). It is written under another name, flushed, and renamed, so
-a kill at any moment leaves the earlier checkpoints as they were. Orbax restores a flipped bit without complaint; the
-manifest does not: a checkpoint that fails it is passed over, aloud, for the one before it.
+A checkpoint is a directory ``step_00000040``: ``arrays/`` (Orbax), ``layout.json`` (type and shape of every array),
+``state.json`` (data iterator, versions, settings) and ``manifest.json`` (size and SHA-256 of every other file). It is
+written under another name, flushed, and renamed, so a kill at any moment leaves the earlier checkpoints as they were.
+Orbax casts to another type, and restores a flipped bit, without complaint; layout and manifest do not. A checkpoint
+that fails its manifest is passed over, aloud, for the one before it.
 """
 
 from __future__ import annotations

@@ -342,6 +342,11 @@ class TrainConfig:
             micro % mesh.data == 0,
             f"mesh.data={mesh.data} must divide the {micro} rows of a microbatch.",
         )
+        _require(
+            rollout.samples_per_prompt > 1,
+            "rollout.samples_per_prompt=1: the advantage is taken within a prompt's samples; at least 2 are needed.",
+        )
+        self._check_correction()
         needs_hidden = {"trm_max", "trm_avg", "trm_tv"} & set(self.correction.masks)
         _require(
             rollout.record_hidden or not needs_hidden,
@@ -358,15 +363,44 @@ class TrainConfig:
         )
         _require(
             not model.batch_invariant or (mesh.data == 1 and mesh.tensor == 1),
-            "model.batch_invariant holds on one device, since sums over a mesh depend on its layout: set mesh to 1 x 1.",
+            "model.batch_invariant holds on one device (sums over a mesh depend on its layout): set mesh to 1 x 1.",
         )
         _require(
-            model.source == "smollm2" or self.task.kind == "reasoning_gym",
-            "task.kind='gsm8k' needs words: set model.source='smollm2'. A model from scratch learns reasoning_gym.",
+            (model.source == "smollm2") == (self.task.kind == "gsm8k"),
+            f"model.source={model.source!r} with task.kind={self.task.kind!r}: 'smollm2' goes with 'gsm8k' (words), "
+            "'scratch' with 'reasoning_gym' (the task's own characters).",
+        )
+        if model.source == "scratch":
+            widths = f"model.d_model={model.d_model} and model.d_ff={model.d_ff}"
+            _require(
+                model.d_model % mesh.tensor == 0 and model.d_ff % mesh.tensor == 0,
+                f"mesh.tensor={mesh.tensor} must divide {widths}.",
+            )
+            group = rollout.numerics.group_size
+            _require(
+                rollout.numerics.weight_format != "int4" or (model.d_model % group == 0 and model.d_ff % group == 0),
+                f"rollout.numerics.group_size={group} must divide {widths} (int4 scales are shared by a group).",
+            )
+
+    def _check_correction(self) -> None:
+        """What a correction may ask of this trainer and of the loss that it feeds."""
+        correction = self.correction
+        _require(
+            correction.numerator == "proximal",
+            f"correction.numerator={correction.numerator!r}: training compares the log-probs recomputed before the "
+            "update ('proximal') with the rollout's.",
         )
         _require(
-            loss.advantage != "loo" or rollout.samples_per_prompt > 1,
-            "loss.advantage='loo' needs rollout.samples_per_prompt of at least 2.",
+            correction.non_finite == "drop",
+            f"correction.non_finite={correction.non_finite!r}: a compiled step cannot raise; 'drop' rejects the "
+            "sequence and counts it.",
+        )
+        unused = ["weight=" + correction.weight] * (correction.weight != "none")
+        unused += ["masks=token_outlier"] * ("token_outlier" in correction.masks)
+        _require(
+            self.loss.kind != "masked" or not unused,
+            f"loss.kind='masked' weighs by policy/rollout and takes sequence masks alone; "
+            f"correction.{', '.join(unused)} would be ignored: set loss.kind='clipped', or leave it out.",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 from trm_jax.data import (
     MathVerifier,
     Problem,
+    ReasoningGymTask,
     RewardFunction,
     Tokenizer,
     drop_long_prompts,
@@ -22,10 +24,10 @@ from trm_jax.data import (
     reasoning_gym_task,
     score_batch,
 )
-from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, load_smollm2_model
+from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, load_smollm2_model, make_mesh
 from trm_jax.train.config import ModelConfig, TrainConfig
 
-__all__ = ["Experiment", "open_experiment"]
+__all__ = ["Experiment", "check_experiment", "open_experiment"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,13 +79,33 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
         yield _pretrained(config, verifier)
 
 
-def _generated(config: TrainConfig) -> Experiment:
-    """A procedurally generated task and a small policy over the task's own characters."""
+def check_experiment(config: TrainConfig) -> None:
+    """What ``open_experiment`` would refuse, as far as can be known in a moment: devices, data, lengths.
+
+    Raises:
+      ValueError: saying what does not fit.
+    """
+    make_mesh(config.mesh.data, config.mesh.tensor)
+    if config.task.kind == "gsm8k":
+        _word_problems(config)
+        return
+    size, ways = _task(config).tokenizer().vocab_size, config.mesh.tensor
+    if size % ways:
+        raise ValueError(f"mesh.tensor={ways} must divide the {size} token ids of task {config.task.name!r}.")
+
+
+def _task(config: TrainConfig) -> ReasoningGymTask:
     options = config.task
     task = reasoning_gym_task(options.name, params=options.params, test_permille=options.test_permille)
     task.spec.check_lengths(
         max_prompt_length=config.rollout.max_prompt_length, max_response_length=config.rollout.max_response_length
     )
+    return task
+
+
+def _generated(config: TrainConfig) -> Experiment:
+    """A procedurally generated task and a small policy over the task's own characters."""
+    options, task = config.task, _task(config)
     tokenizer = task.tokenizer()
     return Experiment(
         train=task.train(options.train_size),
@@ -94,13 +116,13 @@ def _generated(config: TrainConfig) -> Experiment:
     )
 
 
-def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
-    """Word problems from a file, asked in the pretrained model's own chat format."""
-    task, limit = config.task, config.rollout.max_prompt_length
-    every = read_gsm8k(task.path or gsm8k_sample_path())
+def _word_problems(config: TrainConfig) -> tuple[list[Problem], list[Problem]]:
+    """Training and held-out problems from their files."""
+    task = config.task
+    every = _read("task.path", task.path or gsm8k_sample_path())
     if task.test_path:
         train, seen = every, {problem.prompt for problem in every}
-        test = [problem for problem in read_gsm8k(task.test_path) if problem.prompt not in seen]
+        test = [problem for problem in _read("task.test_path", task.test_path) if problem.prompt not in seen]
     else:
         test = [p for p in every if held_out(p.prompt, test_permille=task.test_permille)]
         train = [p for p in every if not held_out(p.prompt, test_permille=task.test_permille)]
@@ -108,6 +130,20 @@ def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
         raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
     if config.eval.prompts and not test:
         raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
+    return train, test
+
+
+def _read(key: str, path: str | Path) -> list[Problem]:
+    try:
+        return read_gsm8k(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
+    """Word problems from a file, asked in the pretrained model's own chat format."""
+    task, limit = config.task, config.rollout.max_prompt_length
+    train, test = _word_problems(config)
     model, words = load_smollm2_model(config.model.path or None)
     train, test = ([_as_chat(p, words, task.system_prompt) for p in part] for part in (train, test))
     tokenizer = _ChatTokenizer(words)
@@ -118,7 +154,19 @@ def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
             dropped += also
         if dropped:
             print(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
+    else:
+        _refuse_long_prompts([*train, *test[: config.eval.prompts]], tokenizer, limit)
     return Experiment(train=train, test=test[: config.eval.prompts], reward=verifier, tokenizer=tokenizer, model=model)
+
+
+def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int) -> None:
+    lengths = [len(tokenizer.encode(problem.prompt)) for problem in problems]
+    long = [problem.name for problem, length in zip(problems, lengths, strict=True) if length > limit]
+    if long:
+        raise ValueError(
+            f"{len(long)} of {len(problems)} prompts are longer than rollout.max_prompt_length={limit} tokens, first "
+            f"{long[0]}; the longest takes {max(lengths)}. Raise the limit, or set task.drop_long_prompts=true."
+        )
 
 
 def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+import cattrs
+from cattrs.gen import make_dict_structure_fn
 
 from trm_jax.correction import CorrectionConfig, preset
 from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
@@ -49,8 +52,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise ValueError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from error
+    arms = list(tree.get("arms", {"run": {}}))
     for override in overrides:
         keys, value = parse_override(override)
+        if keys[0] == "arms" and len(keys) > 1 and keys[1] not in arms:
+            raise ValueError(f"override {override!r}: there is no such arm{_closest(keys[1], arms)}")
         _assign(tree, keys, value, override)
     return build(tree, default_title=path.stem)
 
@@ -80,10 +86,12 @@ def build(tree: Mapping[str, Any], *, default_title: str = "run") -> RunConfig:
     known = (*_TOP, *(f.name for f in dataclasses.fields(TrainConfig)))
     for key in base:
         if key not in known:
-            raise ValueError(f"{key}: unknown key{_closest(key, known)}.")
-    title = _typed(top.get("title", default_title), str, "title")
-    directory = _typed(top.get("directory", f"runs/{default_title}"), str, "directory")
-    seeds = _typed(top.get("seeds", [base.get("seed", 0)]), tuple[int, ...], "seeds")
+            raise ValueError(f"{key}: unknown key{_closest(key, known)}")
+    title = _structured(top.get("title", default_title), str, "title")
+    directory = _structured(top.get("directory", f"runs/{default_title}"), str, "directory")
+    if "seed" in base and "seeds" in top:
+        raise ValueError("seed and seeds are both given; write seeds=[...] alone.")
+    seeds = _structured(top.get("seeds", [base.get("seed", 0)]), tuple[int, ...], "seeds")
     if not seeds or len(set(seeds)) != len(seeds):
         raise ValueError(f"seeds={list(seeds)}: give at least one, each once.")
     if any(not 0 <= seed < 2**32 for seed in seeds):
@@ -99,19 +107,37 @@ def build(tree: Mapping[str, Any], *, default_title: str = "run") -> RunConfig:
         if not isinstance(table, Mapping):
             raise ValueError(f"{where}: must be a table.")
         own = {key: value for key, value in table.items() if key not in _ARM}
-        role = _typed(table.get("role", ""), str, f"{where}.role")
+        if "seed" in own:
+            raise ValueError(f"{where}.seed: every arm runs every seed; write seeds=[...] at the top.")
+        role = _structured(table.get("role", ""), str, f"{where}.role")
         if role not in _ROLES:
             raise ValueError(f"{where}.role={role!r}: choose one of {', '.join(filter(None, _ROLES))}.")
         arms.append(
             ArmConfig(
                 slug=slug,
-                name=_typed(table.get("name", slug), str, f"{where}.name"),
-                description=_typed(table.get("description", ""), str, f"{where}.description"),
+                name=_structured(table.get("name", slug), str, f"{where}.name"),
+                description=_structured(table.get("description", ""), str, f"{where}.description"),
                 role=role,
-                train=_section(TrainConfig, _merge(base, own), where if "arms" in top else ""),
+                train=_arm_section(base, own, where if "arms" in top else ""),
             )
         )
+    names = [arm.name for arm in arms]
+    if len(set(names)) != len(names):
+        raise ValueError(f"arms: two have the same name ({', '.join(names)}); tables and pictures tell them by it.")
     return RunConfig(title=title, directory=directory, seeds=seeds, arms=tuple(arms))
+
+
+def _arm_section(base: Mapping[str, Any], own: Mapping[str, Any], where: str) -> Any:
+    """The arm's configuration; a mistake in the tables that all arms share is not blamed on the arm."""
+    try:
+        return _train_config(_merge(base, own), where)
+    except ValueError as error:
+        try:
+            _train_config(base, "")
+        except ValueError as shared:
+            if str(error).replace(f"{where}.", "").replace(f"{where}: ", "") == str(shared):
+                raise shared from None
+        raise
 
 
 def _merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,75 +160,115 @@ def _assign(tree: dict[str, Any], keys: list[str], value: Any, text: str) -> Non
 
 def _closest(key: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; known keys: {', '.join(known)}"
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}."
 
 
 def _dot(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def _section(cls: Any, table: Any, where: str) -> Any:
-    """Builds one section strictly: unknown keys and wrong types are errors that name the key."""
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: must be a table, got {table!r}.")
-    hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
+def _train_config(tree: Mapping[str, Any], where: str) -> TrainConfig:
+    """Builds the sections strictly: unknown keys, wrong types and broken rules are errors that name the key."""
+    tree = dict(tree)
+    if isinstance(tree.get("correction"), Mapping):
+        tree["correction"] = _expand_preset(tree["correction"], _dot(where, "correction"))
+    return cast(TrainConfig, _structured(tree, TrainConfig, where))
+
+
+def _expand_preset(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A named correction's own values, under those given beside its name."""
     values = dict(table)
-    base_preset: CorrectionConfig | None = None
-    if cls is CorrectionConfig and "preset" in values:
-        name = _typed(values.pop("preset"), str, _dot(where, "preset"))
-        base_preset = _named(lambda: preset(name), _dot(where, "preset"))
-    for key, value in values.items():
-        if key not in names:
-            extra = ("preset",) if cls is CorrectionConfig else ()
-            raise ValueError(f"{_dot(where, key)}: unknown key{_closest(key, [*names, *extra])}.")
-        values[key] = _typed(value, hints[key], _dot(where, key))
-    if base_preset is not None:
-        kept = base_preset
-        return _named(lambda: dataclasses.replace(kept, **values), where)
-    return _named(lambda: cls(**values), where)
-
-
-def _named(make: Any, where: str) -> Any:
+    if "preset" not in values:
+        return values
+    name = _structured(values.pop("preset"), str, _dot(where, "preset"))
     try:
-        return make()
+        return {**dataclasses.asdict(preset(name)), **values}
     except ValueError as error:
-        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+        raise ValueError(f"{_dot(where, 'preset')}: {error}") from error
 
 
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    """``value`` as ``hint`` says, without guessing: no string becomes a number and no number a bool."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        return _section(hint, value, where)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        return _typed(value, next(a for a in args if a is not type(None)), where)
-    if origin is Literal:
-        if value not in args:
-            raise ValueError(f"{where}={value!r}: choose one of {', '.join(map(str, args))}.")
-        return value
-    if origin is tuple:
+def _structured(value: Any, hint: Any, where: str) -> Any:
+    """``value`` as ``hint``, or a ValueError with one sentence a fault."""
+    try:
+        return _converter().structure(value, hint)
+    except (cattrs.BaseValidationError, ValueError, TypeError) as error:
+        faults = cattrs.transform_error(error, path=where or "$", format_exception=_in_words)
+        raise ValueError("; ".join(_key_first(fault) for fault in faults)) from error
+
+
+@functools.cache
+def _converter() -> cattrs.Converter:
+    """A converter that refuses unknown keys and never guesses: no string becomes a number, no number a bool."""
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    for kind in (bool, int, float, str):
+        converter.register_structure_hook(kind, _exactly)
+    converter.register_structure_hook_func(lambda hint: hint is Any, lambda value, _: value)
+    converter.register_structure_hook_func(lambda hint: typing.get_origin(hint) is Literal, _one_of)
+    converter.register_structure_hook_func(lambda hint: typing.get_origin(hint) is dict, _table)
+
+    def section(cls: Any) -> Any:
+        make = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
+        return lambda value, hint: make(_table(value, hint), hint)
+
+    def items(value: Any, hint: Any) -> Any:
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{where}={value!r}: must be a list.")
-        return tuple(_typed(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where}={value!r}: must be a table.")
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ValueError(f"{where}={value!r}: must be of type {hint.__name__}.")
+            raise TypeError(f"{value!r}: must be a list")
+        return tuple(converter.structure(item, typing.get_args(hint)[0]) for item in value)
+
+    converter.register_structure_hook_factory(dataclasses.is_dataclass, section)
+    converter.register_structure_hook_func(lambda hint: typing.get_origin(hint) is tuple, items)
+    return converter
+
+
+def _one_of(value: Any, hint: Any) -> Any:
+    choices = typing.get_args(hint)
+    if value not in choices:
+        raise ValueError(f"{value!r}: choose one of {', '.join(map(str, choices))}")
     return value
+
+
+def _table(value: Any, _: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r}: must be a table")
+    return dict(value)
+
+
+def _exactly(value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError(f"{value!r}: must be of type {kind.__name__}")
+    return value
+
+
+def _in_words(error: BaseException, kind: type | None) -> str:
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [field.name for field in dataclasses.fields(error.cl)]
+        known += ["preset"] if error.cl is CorrectionConfig else []
+        return "; ".join(f"unknown key {key}{_closest(key, known)}" for key in sorted(error.extra_fields))
+    return str(error).removesuffix(".")
+
+
+def _key_first(fault: str) -> str:
+    """``message @ $.section.key`` as ``section.key: message``."""
+    message, _, place = fault.rpartition(" @ ")
+    place = place.removeprefix("$").removeprefix(".")
+    message = message if message.endswith(("?", ".")) else f"{message}."
+    return f"{place}: {message}" if place else message
 
 
 def describe_options() -> list[tuple[str, str, str, str]]:
     """Every option as ``(key, type, default, meaning)``, read from the sections themselves."""
-    rows: list[tuple[str, str, str, str]] = []
+    of_run, of_arm = _meanings(RunConfig), _meanings(ArmConfig)
+    rows: list[tuple[str, str, str, str]] = [
+        ("title", "str", "the file's name", of_run["title"]),
+        ("directory", "str", "runs/ and the file's name", of_run["directory"]),
+        ("seeds", "list[int]", "[0]", of_run["seeds"]),
+        ("arms.SLUG.name", "str", "SLUG", of_arm["name"]),
+        ("arms.SLUG.description", "str", "''", of_arm["description"]),
+        ("arms.SLUG.role", "str", "''", of_arm["role"]),
+        ("arms.SLUG.KEY", "", "", "any key below, for this arm alone"),
+    ]
 
     def visit(cls: Any, instance: Any, where: str) -> None:
         hints = typing.get_type_hints(cls)

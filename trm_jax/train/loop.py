@@ -9,7 +9,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ Pairs = dict[str, tuple[Array, Array]]
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient was not finite; the offending batch is on disk and the weights are those before it."""
+    """A reward, loss or gradient was not finite; the batch is on disk and the weights are those before its update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,16 +186,19 @@ class TrainRun:
         on_step: Callable[[int, dict[str, float | str]], None],
         should_stop: Callable[[], bool] = lambda: False,
     ) -> RunOutcome:
-        """Runs to the last step, or until asked to stop; a checkpoint stands at the end either way.
+        """Runs to the last step, or until asked to stop; a checkpoint of every step done stands at the end either way.
 
         Args:
           on_step: called with the number of steps done and the step's metrics, before the step's checkpoint is written.
-          should_stop: asked after every step.
+          should_stop: asked before the first and after every step.
 
         Raises:
           NonFiniteError: the loss or gradient was not finite.
+          CheckpointError: a checkpoint could not be written.
         """
         config = self._config
+        if self._step < config.steps and should_stop():
+            return self._outcome("stopped")
         if self._step == 0 and self._evaluator is not None:
             self._accuracy_start = self._accuracy = self._evaluator(self._state.params)
             on_step(0, {"step": 0, "version": 0, "stage": "rl", "accuracy/heldout": self._accuracy})
@@ -245,6 +248,11 @@ class TrainRun:
         rollout = jax.device_put(rollout, self._rows)
         head = self._engine.head_matrix() if config.rollout.record_hidden else None
         scored, corrected, pairs = jax.block_until_ready(self._score(self._state.params, rollout, head))
+        if not np.isfinite(rewards).all():
+            self._stop_nonfinite("a reward", {"rollout": rollout, "scored": scored}, rewards, texts)
+        refused, rows = corrected.metrics["rejected/non_finite"]
+        if 0 < float(rows) <= float(refused):
+            self._stop_nonfinite("a log-prob in every sequence", {"rollout": rollout, "scored": scored}, rewards, texts)
         # The hidden states have served; the update need not move them.
         rollout = dataclasses.replace(rollout, hidden=None)
         advantages = self._advantages(jnp.asarray(rewards), rollout.group_ids, sequence_keep=corrected.sequence_keep)
@@ -258,7 +266,7 @@ class TrainRun:
             self._state, metrics = self._update(self._state, part)
             totals.append(jax.device_get(metrics))
             if totals[-1]["nonfinite"][0] > 0:
-                self._stop_nonfinite(part, rewards, texts)
+                self._stop_nonfinite("the loss or its gradient", part, rewards, texts)
             if not totals[-1]["skipped"][0]:
                 self._lag.push(int(self._state.version), jax.tree.map(jnp.copy, self._state.params))
         ended = time.perf_counter()
@@ -305,20 +313,31 @@ class TrainRun:
             why = "every token's weight or advantage is 0"
         self._note(f"step {self._step}: update skipped, the optimizer is untouched: {why}.")
 
-    def _stop_nonfinite(self, batch: UpdateBatch, rewards: np.ndarray, texts: list[str]) -> None:
+    def _stop_nonfinite(self, what: str, batch: Any, rewards: np.ndarray, texts: list[str]) -> NoReturn:
+        """Writes the evidence and raises."""
         path = self._directory / f"nonfinite_step{self._step + 1:08d}.npz"
         arrays: dict[str, Any] = {
-            jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(value)
+            jax.tree_util.keystr(key, simple=True, separator="."): _readable(value)
             for key, value in jax.tree_util.tree_leaves_with_path(batch)
         }
-        np.savez_compressed(path, rewards=rewards, texts=np.array(json.dumps(texts)), **arrays)
+        try:
+            np.savez_compressed(path, rewards=rewards, texts=np.array(json.dumps(texts)), **arrays)
+            evidence = f"The batch is in {path}."
+        except OSError as error:
+            evidence = f"The batch could not be written to {path} ({error.strerror})."
         saved = self._checkpoints.steps()
         last = f"the last good checkpoint is step {saved[-1]}" if saved else "no checkpoint had been written yet"
         raise NonFiniteError(
-            f"step {self._step + 1}: the loss or its gradient is not finite. The weights were not changed; {last}. The "
-            f"batch is in {path}. Look at its log-probs and weights, then lower the learning rate or choose a "
-            "correction that bounds the weights, and continue with --resume."
+            f"step {self._step + 1}: {what} is not finite. This update was not made; {last}. {evidence} Look at its "
+            "rewards, log-probs and weights. The same configuration would come here again: lower the learning rate or "
+            "choose a correction that bounds the weights, and run in another directory (directory=PATH)."
         )
+
+
+def _readable(value: Any) -> np.ndarray:
+    """An array that ``np.load`` reads without extra packages."""
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
 
 
 def _score(

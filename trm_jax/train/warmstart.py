@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from trm_jax.models import ComputeConfig, Transformer
 from trm_jax.train.checkpoint import Checkpointer
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.experiment import Experiment
+from trm_jax.train.loop import NonFiniteError
 from trm_jax.train.state import TrainState, init_state, make_optimizer, state_shardings, warmstart_schedule
 
 __all__ = ["warm_start", "warmstart_directory"]
@@ -45,6 +47,7 @@ def warm_start(
     *,
     on_step: Callable[[int, dict[str, float | str]], None],
     should_stop: Callable[[], bool] = lambda: False,
+    note: Callable[[str], None] = print,
 ) -> nnx.State[Any, Any] | None:
     """Trains the initial policy, or takes it from ``directory`` when it is there.
 
@@ -55,9 +58,14 @@ def warm_start(
       mesh: devices.
       on_step: called with step and metrics.
       should_stop: asked after every step; True saves a checkpoint and ends early.
+      note: called with sentences worth reading, such as that a checkpoint is damaged.
 
     Returns:
       The parameters, or None when it was stopped before the end.
+
+    Raises:
+      NonFiniteError: loss or gradient was not finite.
+      CheckpointError: a checkpoint could not be written, or none that is there can be read.
     """
     options = config.warmstart
     graphdef, params = nnx.split(experiment.model)
@@ -74,7 +82,7 @@ def warm_start(
         seed=config.seed,
         corruption_probability=options.corruption,
     )
-    checkpoints = Checkpointer(directory, keep=1)
+    checkpoints = Checkpointer(directory / "checkpoints", report=note)
     restored = checkpoints.restore_latest(lambda _: state)
     first = 0
     if restored is not None:
@@ -87,6 +95,11 @@ def warm_start(
         state, (loss, norm) = step_fn(state, batch.tokens, batch.loss_mask)
         record: dict[str, float | str] = {"step": step + 1, "version": step + 1, "stage": "warmstart"}
         record |= {"optim/loss": float(loss), "optim/grad_norm": float(norm)}
+        if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
+            raise NonFiniteError(
+                f"warm start, step {step + 1}: loss {float(loss)} with gradient norm {float(norm)}. Lower "
+                "warmstart.learning_rate, and start again in another directory (directory=PATH)."
+            )
         record |= {"optim/learning_rate": float(schedule(step))}
         record |= {"time/tokens_per_s": float(batch.loss_mask.sum() / (time.perf_counter() - began))}
         on_step(step + 1, record)

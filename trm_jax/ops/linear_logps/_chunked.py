@@ -43,7 +43,8 @@ def vocabulary_chunks(vocabulary: int, tokens: int, chunk_size: int) -> tuple[in
     if counts:
         count = min(counts, key=lambda n: (-math.gcd(vocabulary // n, 16), abs(n - ideal)))
         return vocabulary // count, count
-    return 16 * math.ceil(vocabulary / ideal / 16), ideal
+    size = 16 * math.ceil(vocabulary / ideal / 16)
+    return size, math.ceil(vocabulary / size)
 
 
 def _forward(static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None) -> LinearLogps:
