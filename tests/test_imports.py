@@ -50,7 +50,7 @@ TABLE: dict[str, Room] = {
     "models.pretrained": _room(third={"gguf", "jaxtyping", "jinja2", "numpy", "tokenizers"}),
     "models": _room("types", "numerics", "models.pretrained", third=ARRAYS | {"flax"}),
     "rollout": _room(*LEAVES, "models", third=ARRAYS | {"flax"}),
-    "rescore": _room("types", "ops", "divergences", "models", third=ARRAYS | {"flax"}),
+    "rescore": _room("types", "ops", "divergences", "models", third=ARRAYS | {"chex", "flax"}),
     "data": _room("types", "checks", third={"grain", "jaxtyping", "math_verify", "numpy", "reasoning_gym"}),
     "audit": _room(*LEAVES, "divergences", "bounds", "correction"),
     "report": _room(

@@ -5,6 +5,7 @@ The functional core: arrays in, arrays out. Importing it starts nothing and need
 
 from importlib.metadata import version as _version
 
+from trm_jax import bounds as bounds
 from trm_jax import correction as correction
 from trm_jax import divergences as divergences
 from trm_jax import losses as losses

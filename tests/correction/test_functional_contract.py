@@ -67,13 +67,19 @@ def scored(x: Inputs) -> ScoredBatch:
     )
 
 
+# Every weight once and every mask at least once; the rejections of each mask are in the metrics under its name.
 CORRECTIONS = {
-    **correction.presets,
-    "geo_mis_ratio": correction.preset("geo_mis", geo_mis_low=0.9, geo_mis_high=1.1, geo_mis_token_weight="ratio"),
-    "combined": correction.preset("trm_combined + ser + token_mask + cis", ser_threshold=0.2, max_abs_log_ratio=0.3),
-    "loose": correction.preset("trm_tv + ln_trm + seq_tis", max_token_tv=0.25, ln_trm_threshold=0.2),
+    "none": correction.preset("none + trm_max + trm_avg"),
+    "exact": correction.preset("exact + trm_tv", max_token_tv=0.25),
+    "tis": correction.preset("tis + trm_sample", tis_cap=1.2, max_k2=0.1, mean_k3=0.05),
+    "icepop": correction.preset("icepop + ln_trm", icepop_low=0.8, icepop_high=1.3, ln_trm_threshold=0.2),
+    "kpop": correction.preset("kpop + ser", kpop_threshold=0.02, ser_threshold=0.2),
+    "seq_tis": correction.preset("seq_tis + geometric", geometric_low=0.9, geometric_high=1.1),
+    "seq_mis": correction.preset("seq_mis + token_mask", max_abs_log_ratio=0.3),
+    "geo_mis": correction.preset("geo_mis", geo_mis_low=0.9, geo_mis_high=1.1, geo_mis_token_weight="ratio"),
+    "cis": correction.preset("cis + trm_combined + ser + token_mask", ser_threshold=0.2, max_abs_log_ratio=0.3),
+    "cis_two_sided": correction.preset("cis_two_sided"),
 }
-KEEP = ("geo_mis_ratio", "combined", "loose", "trm_max", "trm_sample")
 
 
 def decisions(x: Inputs) -> dict[str, Any]:
@@ -81,30 +87,27 @@ def decisions(x: Inputs) -> dict[str, Any]:
 
 
 def loss_totals(x: Inputs, policy: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    decided = correction.correct(scored(x), CORRECTIONS["combined"])
+    """Every loss under its own aggregation, and the clipped one under all: what aggregates is shared."""
+    decided = correction.correct(scored(x), CORRECTIONS["cis"])
+
+    def run(form: Callable[..., Any], **options: Any) -> Any:
+        return form(
+            policy,
+            x.proximal,
+            x.advantages,
+            x.mask,
+            sequence_keep=decided.sequence_keep,
+            importance_weights=decided.importance_weights,
+            token_keep=decided.token_keep,
+            segment_ids=x.segments,
+            **options,
+        )
+
+    out = {form.__name__: run(form) for form in (losses.gspo, losses.cispo, losses.dppo, losses.masked_surrogate)}
     for aggregation in ("token_mean", "sequence_mean", "constant_length"):
         for denominator in ("original", "kept"):
-            options: dict[str, Any] = {
-                "importance_weights": decided.importance_weights,
-                "token_keep": decided.token_keep,
-                "aggregation": aggregation,
-                "denominator": denominator,
-                "constant_length": 16,
-                "segment_ids": x.segments,
-            }
-            advantages = x.advantages
-            forms: dict[str, Callable[..., Any]] = {
-                "clipped": lambda *a, **k: losses.clipped_surrogate(*a, dual_clip=3.0, **k),
-                "gspo": losses.gspo,
-                "cispo": losses.cispo,
-                "dppo": losses.dppo,
-                "masked": losses.masked_surrogate,
-            }
-            for name, form in forms.items():
-                out[f"{name}/{aggregation}/{denominator}"] = form(
-                    policy, x.proximal, advantages, x.mask, sequence_keep=decided.sequence_keep, **options
-                )
+            options = {"aggregation": aggregation, "denominator": denominator, "constant_length": 16}
+            out[f"clipped/{aggregation}/{denominator}"] = run(losses.clipped_surrogate, dual_clip=3.0, **options)
     return out
 
 
@@ -141,17 +144,19 @@ def baseline() -> Any:
 
 
 def test_the_case_decides_both_ways(baseline: Any) -> None:
-    for name in KEEP:
-        out = baseline[0][name]
-        acted = np.concatenate([np.ravel(out.sequence_keep), np.ravel(out.token_keep)[make().mask.ravel()]])
-        assert 0 < acted.mean() < 1 or name == "geo_mis_ratio", name
+    for name, out in baseline[0].items():
+        for mask in CORRECTIONS[name].masks:
+            if mask != "token_outlier":
+                total, count = out.metrics[f"rejected/{mask}"]
+                assert 0 < total < count, (name, mask)
+        assert name == "none" or np.unique(out.importance_weights).size > 1
     assert all(np.any(np.asarray(g) != 0) for g in baseline[2].values())
 
 
 def test_jit_equals_eager(baseline: Any) -> None:
     with jax.disable_jit():
         x = make()
-        assert_same(decisions(x)["combined"], baseline[0]["combined"])
+        assert_same(correction.correct(scored(x), CORRECTIONS["cis"]), baseline[0]["cis"])
         assert_same(loss_totals(x, x.policy)["clipped/token_mean/original"], baseline[1]["clipped/token_mean/original"])
 
 
@@ -302,7 +307,7 @@ def test_on_policy_at_any_length(length: int) -> None:
     logps = -np.random.default_rng(length).gamma(0.5, 1.0, (2, length)).astype(np.float32)
     zeros, mask = np.zeros_like(logps), np.ones(logps.shape, bool)
     x = Inputs(policy=logps, proximal=logps, rollout=logps, kl=zeros, tv=zeros, advantages=zeros[:, 0], mask=mask)
-    for name in ("combined", "loose", "geo_mis_ratio"):
+    for name in ("cis", "seq_tis", "geo_mis"):
         out = correction.correct(scored(x), CORRECTIONS[name])
         assert np.all(out.sequence_keep), name
         np.testing.assert_array_equal(out.importance_weights, 1.0, err_msg=name)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,11 @@ from trm_jax.types import PromptBatch, RolloutBatch
 
 VOCAB, PROMPT, RESPONSE = 13, 5, 6
 EOS = (3, 12)
+
+# Compiling is nearly all the time of these tests; where no bits are compared across programs, less optimisation by the
+# compiler halves it.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
 
 @functools.cache
@@ -48,14 +54,15 @@ def make_engine(
     n_experts: int = 0,
     **sizes: Any,
 ) -> InProcessEngine:
-    """An engine with version 1 of the weights, built once: compiling is nearly all the time of these tests."""
+    """An engine with version 1 of the weights, built once. Its constructor wraps its functions with ``jax.jit``."""
     model = make_model(n_experts=n_experts)
     config = EngineConfig(
         **{"slots": 4, "prefill_rows": 2, "decode_chunk": 3, "max_prompt_length": PROMPT}
         | {"max_response_length": RESPONSE}
         | sizes
     )
-    engine = InProcessEngine(model, config, numerics=numerics, sampling=sampling, eos_ids=EOS)
+    with mock.patch.object(jax, "jit", jax.jit if numerics.batch_invariant else quick_jit):
+        engine = InProcessEngine(model, config, numerics=numerics, sampling=sampling, eos_ids=EOS)
     engine.update_weights(1, nnx.state(model, nnx.Param))
     return engine
 

@@ -41,7 +41,7 @@ def test_a_prompt_that_is_too_long_is_named(tools):
         tokens=jnp.zeros((3, 9), jnp.int32),
         mask=jnp.pad(prompts.mask, [(0, 0), (0, 4)]).at[1].set(jnp.arange(9) < 6),
     )
-    with pytest.raises(ValueError, match="row 1 has 6 tokens; .* max_prompt_length=5"):
+    with pytest.raises(ValueError, match=r"row 1 has 6 tokens; .* max_prompt_length=5"):
         tools.engine().generate(wide)
 
 
@@ -58,7 +58,7 @@ def test_without_weights_nothing_is_generated(tools):
 
 @pytest.mark.parametrize("eos", [(13,), (-1, 3)])
 def test_an_end_token_outside_the_vocabulary_is_refused(tools, eos):
-    with pytest.raises(ValueError, match="eos_ids=.*vocab_size=13"):
+    with pytest.raises(ValueError, match=r"eos_ids=.*vocab_size=13"):
         InProcessEngine(tools.model(), SIZES, numerics=RolloutNumerics(), sampling=SamplingConfig(), eos_ids=eos)
 
 

@@ -61,4 +61,5 @@ def adaptive_bound(
         shift = xp.minimum(shift, coupled_shift(remaining, capped("max_token_tv", max_token_tv, 1.0, xp), xp))
     if max_token_kl is not None:
         shift = xp.minimum(shift, pinsker_shift(remaining, capped("max_token_kl", max_token_kl, 2.0, xp), xp))
-    return 4.0 * xp.sum(means * shift)
+    bound: Value = 4.0 * xp.sum(means * shift)
+    return bound

@@ -7,7 +7,7 @@ Every formula caps its inputs first (TV at 1, KL at 2, where Pinsker reaches 1):
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from trm_jax.checks import in_range
 from trm_jax.numerics import AnyArray
 
 __all__ = [
+    "Leaf",
     "Scalar",
     "Value",
     "capped",
@@ -35,6 +36,11 @@ Value: TypeAlias = Float[AnyArray, ""] | float
 
 Scalar: TypeAlias = Float[AnyArray, ""] | Int[AnyArray, ""] | float | int
 """A real scalar, the input: a number, or an array of no dimension."""
+
+if TYPE_CHECKING:
+    Leaf: TypeAlias = Value
+else:  # a record is also built around what jax puts in the place of values: shapes, axes, None
+    Leaf = Any
 
 
 def is_traced(*values: Any) -> bool:

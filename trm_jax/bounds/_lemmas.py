@@ -46,7 +46,8 @@ def advantage_bound(*, max_token_kl: Scalar | None = None, max_token_tv: Scalar 
         candidates.append(coupled_shift(1, capped("max_token_tv", max_token_tv, 1.0, xp), xp))
     if max_token_kl is not None:
         candidates.append(pinsker_shift(1, capped("max_token_kl", max_token_kl, 2.0, xp), xp))
-    return 2.0 * _smallest(candidates, "max_token_kl, max_token_tv", xp)
+    bound: Value = 2.0 * _smallest(candidates, "max_token_kl, max_token_tv", xp)
+    return bound
 
 
 def context_shift_bound(
@@ -71,8 +72,8 @@ def context_shift_bound(
       array.
 
     Raises:
-      ValueError: when no divergence is given, a known value is negative or NaN, or a known position is below 1. A traced
-        one gives NaN.
+      ValueError: when no divergence is given, a known value is negative or NaN, or a known position is below 1. A
+        traced one gives NaN.
 
     >>> print(context_shift_bound(101, max_token_kl=1e-4), context_shift_bound(101, max_token_tv=1e-4))
     0.0707... 0.01
@@ -92,4 +93,5 @@ def context_shift_bound(
     if sequence_kl is not None:
         candidates.append(pinsker_shift(1, capped("sequence_kl", sequence_kl, 2.0, xp), xp))
     smallest = _smallest(candidates, "max_token_kl, max_token_tv, sequence_kl, sequence_tv", xp)
-    return smallest + 0.0 * steps  # the shape of t, and NaN where it is no position
+    bound: AnyArray | float = smallest + 0.0 * steps  # the shape of t, and NaN where it is no position
+    return bound

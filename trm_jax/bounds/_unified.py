@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Float
 
 from trm_jax.bounds._adaptive import adaptive_bound
-from trm_jax.bounds._arrays import Scalar, Value, checked_length, is_traced, namespace
+from trm_jax.bounds._arrays import Leaf, Scalar, Value, checked_length, is_traced, namespace
 from trm_jax.bounds._worst_case import (
     classical_bound,
     coupling_bound,
@@ -27,24 +27,41 @@ __all__ = ["UnifiedBound", "unified_bound"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnifiedBound:
-    """The bounds on ``|Error|`` by name, in reward units.
+    """The bounds on ``|Error|`` by name, in reward units; None where the inputs do not allow the bound.
 
     Attributes:
-      bounds: name → bound, those that the inputs allow, in the order of TRM Table 1: classical, coupling,
-        pinsker_marginal_kl, pinsker_marginal_tv, mixed_kl, mixed_tv, adaptive_kl, adaptive_tv, adaptive (the hybrid).
+      classical: ``2T(T-1)ε²``.
+      coupling: total variation alone.
+      pinsker_marginal_kl: advantage and shift by KL.
+      pinsker_marginal_tv: advantage by TV, shift by KL.
+      mixed_kl: shift by the KL of whole sequences.
+      mixed_tv: shift by the TV of whole sequences.
+      adaptive_kl: mean TV of each position, future by KL.
+      adaptive_tv: mean TV of each position, future by TV.
+      adaptive: the hybrid of the two.
     """
 
-    bounds: dict[str, Value]
-
-    def __getitem__(self, name: str) -> Value:
-        """The bound of that name."""
-        return self.bounds[name]
+    classical: Leaf | None = None
+    coupling: Leaf | None = None
+    pinsker_marginal_kl: Leaf | None = None
+    pinsker_marginal_tv: Leaf | None = None
+    mixed_kl: Leaf | None = None
+    mixed_tv: Leaf | None = None
+    adaptive_kl: Leaf | None = None
+    adaptive_tv: Leaf | None = None
+    adaptive: Leaf | None = None
 
     @property
-    def minimum(self) -> Value:
+    def bounds(self) -> dict[str, Leaf]:
+        """name → bound, those that the inputs allow, in the order of TRM Table 1."""
+        pairs = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: bound for name, bound in pairs if bound is not None}
+
+    @property
+    def minimum(self) -> Leaf:
         """``B*``, the smallest of them; NaN when any is NaN."""
         values = list(self.bounds.values())
-        smallest: Value = functools.reduce(namespace(*values).minimum, values)
+        smallest: Leaf = functools.reduce(namespace(*values).minimum, values)
         return smallest
 
     @property
@@ -54,9 +71,10 @@ class UnifiedBound:
         Raises:
           ValueError: under ``jax.jit``, where a name cannot depend on values.
         """
-        if is_traced(*self.bounds.values()):
+        bounds = self.bounds
+        if is_traced(*bounds.values()):
             raise ValueError("tightest names a bound, which needs values: read it outside jax.jit, or use minimum")
-        return min(self.bounds, key=lambda name: float(self.bounds[name]))
+        return min(bounds, key=lambda name: float(bounds[name]))
 
 
 def unified_bound(
@@ -68,7 +86,7 @@ def unified_bound(
     sequence_tv: Scalar | None = None,
     mean_token_tv_by_position: Float[AnyArray, " T"] | None = None,
 ) -> UnifiedBound:
-    """``B* = min`` over all bounds whose inputs are given (TRM 3.4, equation 21).
+    """``B* = min`` over all bounds whose inputs are given (TRM Theorem 3.8, equation 21).
 
     Nothing is inferred: by Pinsker ``ε <= √(δ/2)`` and ``D_TV^seq <= √(D_KL^seq/2)``, and whoever wants the TV bounds
     from KL alone passes these (TRM Table 1 does, in its column "KL-only").
@@ -82,14 +100,14 @@ def unified_bound(
       mean_token_tv_by_position: ``[T]``, D̄_t, or None.
 
     Returns:
-      ``UnifiedBound`` with ``.bounds`` by name, ``.minimum`` and ``.tightest``.
+      ``UnifiedBound``: each bound by name, ``.minimum`` and ``.tightest``.
 
     Raises:
       ValueError: when the inputs allow no bound, D̄_t has another length than T, or a known value is illegal. A traced
         one gives NaN.
 
     >>> result = unified_bound(4096, max_token_kl=1e-4, max_token_tv=5e-3, sequence_kl=0.01, sequence_tv=0.05)
-    >>> print(result.tightest, result.minimum.round(4), result["coupling"].round(4))
+    >>> print(result.tightest, result.minimum.round(4), result.coupling.round(4))
     mixed_tv 4.096 79.91
     """
     steps = checked_length(length)
@@ -122,4 +140,4 @@ def unified_bound(
             "no bound can be computed: every bound needs max_token_kl or max_token_tv; sequence_kl, sequence_tv and "
             "mean_token_tv_by_position only tighten it (TRM Proposition 3.10)"
         )
-    return UnifiedBound(bounds=bounds)
+    return UnifiedBound(**bounds)

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def classical_bound(length: SupportsIndex, *, max_token_tv: Scalar) -> Value:
-    """``2T(T-1)ε²``: nothing is capped, so it grows without limit (TRM Theorem 3.3, Kakade and Langford 2002).
+    """``2T(T-1)ε²``: nothing is capped, so it grows without limit (TRM 3.1, after Kakade and Langford 2002).
 
     Args:
       length: T, response tokens of a sequence, at least 1.
@@ -43,16 +43,17 @@ def classical_bound(length: SupportsIndex, *, max_token_tv: Scalar) -> Value:
     Raises:
       ValueError: on a length below 1, or a known ε that is negative or NaN. A traced one gives NaN.
 
-    >>> print(classical_bound(4096, max_token_tv=5e-3))
+    >>> print(classical_bound(4096, max_token_tv=5e-3).round(3))
     838.656
     """
     steps, xp = checked_length(length), namespace(max_token_tv)
     tv = nonnegative("max_token_tv", max_token_tv, xp)
-    return 2.0 * steps * (steps - 1) * (tv if steps > 1 else xp.minimum(tv, 1.0)) ** 2  # 0 * inf is not 0
+    bound: Value = 2.0 * steps * (steps - 1) * (tv if steps > 1 else xp.minimum(tv, 1.0)) ** 2  # 0 * inf is not 0
+    return bound
 
 
 def coupling_bound(length: SupportsIndex, *, max_token_tv: Scalar) -> Value:
-    """``4 min(1, ε) Σ_{t=1..T} min(1, (t-1)ε)``: total variation alone, by coupling (TRM 3.2).
+    """``4 min(1, ε) Σ_{t=1..T} min(1, (t-1)ε)``: total variation alone, by coupling (TRM Theorem 3.5).
 
     Args:
       length: T, response tokens of a sequence, at least 1.
@@ -69,11 +70,12 @@ def coupling_bound(length: SupportsIndex, *, max_token_tv: Scalar) -> Value:
     """
     steps, xp = checked_length(length), namespace(max_token_tv)
     tv = capped("max_token_tv", max_token_tv, 1.0, xp)
-    return 4.0 * tv * xp.sum(coupled_shift(xp.arange(steps), tv, xp))
+    bound: Value = 4.0 * tv * xp.sum(coupled_shift(xp.arange(steps), tv, xp))
+    return bound
 
 
 def pinsker_marginal_bound_kl(length: SupportsIndex, *, max_token_kl: Scalar) -> Value:
-    """``4 min(1, √(δ/2)) Σ_t min(1, √((t-1)δ/2))``: O(T^1.5) (TRM 3.2, B_PM^KL).
+    """``4 min(1, √(δ/2)) Σ_t min(1, √((t-1)δ/2))``: O(T^1.5) (TRM Theorem 3.3, B_PM^KL).
 
     Args:
       length: T, response tokens of a sequence, at least 1.
@@ -90,11 +92,12 @@ def pinsker_marginal_bound_kl(length: SupportsIndex, *, max_token_kl: Scalar) ->
     """
     steps, xp = checked_length(length), namespace(max_token_kl)
     kl = capped("max_token_kl", max_token_kl, 2.0, xp)
-    return 4.0 * pinsker_shift(1, kl, xp) * xp.sum(pinsker_shift(xp.arange(steps), kl, xp))
+    bound: Value = 4.0 * pinsker_shift(1, kl, xp) * xp.sum(pinsker_shift(xp.arange(steps), kl, xp))
+    return bound
 
 
 def pinsker_marginal_bound_tv(length: SupportsIndex, *, max_token_kl: Scalar, max_token_tv: Scalar) -> Value:
-    """``4 min(1, ε) Σ_t min(1, √((t-1)δ/2))``: the advantage by TV, the shift by KL (TRM 3.2, B_PM^TV).
+    """``4 min(1, ε) Σ_t min(1, √((t-1)δ/2))``: the advantage by TV, the shift by KL (TRM Theorem 3.3, B_PM^TV).
 
     Args:
       length: T, response tokens of a sequence, at least 1.
@@ -113,11 +116,12 @@ def pinsker_marginal_bound_tv(length: SupportsIndex, *, max_token_kl: Scalar, ma
     steps, xp = checked_length(length), namespace(max_token_kl, max_token_tv)
     kl = capped("max_token_kl", max_token_kl, 2.0, xp)
     tv = capped("max_token_tv", max_token_tv, 1.0, xp)
-    return 4.0 * tv * xp.sum(pinsker_shift(xp.arange(steps), kl, xp))
+    bound: Value = 4.0 * tv * xp.sum(pinsker_shift(xp.arange(steps), kl, xp))
+    return bound
 
 
 def mixed_bound_kl(length: SupportsIndex, *, max_token_kl: Scalar, sequence_kl: Scalar) -> Value:
-    """``4T min(1, √(δ/2)) min(1, √(D_KL^seq/2))``: O(T), good for sparse divergence (TRM 3.2, B_Mix^KL).
+    """``4T min(1, √(δ/2)) min(1, √(D_KL^seq/2))``: O(T), good for sparse divergence (TRM Theorem 3.4, B_Mix^KL).
 
     Args:
       length: T, response tokens of a sequence, at least 1.
@@ -135,11 +139,12 @@ def mixed_bound_kl(length: SupportsIndex, *, max_token_kl: Scalar, sequence_kl: 
     """
     steps, xp = checked_length(length), namespace(max_token_kl, sequence_kl)
     token = pinsker_shift(1, capped("max_token_kl", max_token_kl, 2.0, xp), xp)
-    return 4.0 * steps * token * pinsker_shift(1, capped("sequence_kl", sequence_kl, 2.0, xp), xp)
+    bound: Value = 4.0 * steps * token * pinsker_shift(1, capped("sequence_kl", sequence_kl, 2.0, xp), xp)
+    return bound
 
 
 def mixed_bound_tv(length: SupportsIndex, *, max_token_tv: Scalar, sequence_tv: Scalar) -> Value:
-    """``4T min(1, ε) min(1, D_TV^seq)`` (TRM 3.2, B_Mix^TV).
+    """``4T min(1, ε) min(1, D_TV^seq)`` (TRM Theorem 3.4, B_Mix^TV).
 
     Args:
       length: T, response tokens of a sequence, at least 1.
@@ -157,4 +162,5 @@ def mixed_bound_tv(length: SupportsIndex, *, max_token_tv: Scalar, sequence_tv: 
     """
     steps, xp = checked_length(length), namespace(max_token_tv, sequence_tv)
     token = capped("max_token_tv", max_token_tv, 1.0, xp)
-    return 4.0 * steps * token * capped("sequence_tv", sequence_tv, 1.0, xp)
+    bound: Value = 4.0 * steps * token * capped("sequence_tv", sequence_tv, 1.0, xp)
+    return bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from trm_jax.correction import CorrectionConfig
@@ -33,6 +34,11 @@ def _at_least(section: object, least: float, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         _require(value >= least, f"{name}={value}: must be at least {least}.")
+
+
+def _positive(section: object, name: str) -> None:
+    value = getattr(section, name)
+    _require(0 < value < math.inf, f"{name}={value}: must be above 0 and finite.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +138,7 @@ class WarmstartConfig:
     def __post_init__(self) -> None:
         _at_least(self, 0, "steps", "warmup_steps")
         _at_least(self, 1, "batch_size")
-        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate}: must be above 0.")
+        _positive(self, "learning_rate")
         _require(0 <= self.corruption <= 1, f"corruption={self.corruption}: must lie in [0, 1].")
 
 
@@ -171,7 +177,7 @@ class RolloutConfig:
         _at_least(self, 1, "prompts_per_step", "max_prompt_length", "max_response_length", "slots", "prefill_rows")
         _at_least(self, 1, "decode_chunk", "samples_per_prompt")
         _at_least(self, 0, "lag")
-        _require(self.temperature > 0, f"temperature={self.temperature}: must be above 0.")
+        _positive(self, "temperature")
         _require(0 < self.top_p <= 1, f"top_p={self.top_p}: must lie in (0, 1].")
 
     @property
@@ -240,7 +246,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate}: must be above 0.")
+        _positive(self, "learning_rate")
         _at_least(self, 0, "warmup_steps", "weight_decay")
         _require(self.max_grad_norm > 0, f"max_grad_norm={self.max_grad_norm}: must be above 0.")
         for name in ("b1", "b2"):
@@ -266,7 +272,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         _at_least(self, 0, "prompts")
         _at_least(self, 1, "every")
-        _require(self.temperature > 0, f"temperature={self.temperature}: must be above 0.")
+        _positive(self, "temperature")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

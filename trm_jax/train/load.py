@@ -203,8 +203,8 @@ def _converter() -> cattrs.Converter:
     for kind in (bool, int, float, str):
         converter.register_structure_hook(kind, _exactly)
     converter.register_structure_hook_func(lambda hint: hint is Any, lambda value, _: value)
-    converter.register_structure_hook_func(lambda hint: typing.get_origin(hint) is Literal, _one_of)
-    converter.register_structure_hook_func(lambda hint: typing.get_origin(hint) is dict, _table)
+    converter.register_structure_hook_func(lambda hint: _origin(hint) is Literal, _one_of)
+    converter.register_structure_hook_func(lambda hint: _origin(hint) is dict, _table)
 
     def section(cls: Any) -> Any:
         make = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
@@ -216,8 +216,12 @@ def _converter() -> cattrs.Converter:
         return tuple(converter.structure(item, typing.get_args(hint)[0]) for item in value)
 
     converter.register_structure_hook_factory(dataclasses.is_dataclass, section)
-    converter.register_structure_hook_func(lambda hint: typing.get_origin(hint) is tuple, items)
+    converter.register_structure_hook_func(lambda hint: _origin(hint) is tuple, items)
     return converter
+
+
+def _origin(hint: Any) -> Any:
+    return typing.get_origin(hint)
 
 
 def _one_of(value: Any, hint: Any) -> Any:
