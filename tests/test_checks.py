@@ -20,7 +20,7 @@ def test_same_shape_leaves_out_none() -> None:
 
 
 def test_bool_mask_refuses_numbers() -> None:
-    with pytest.raises(TypeError, match="response_mask must be bool .* given dtype float64"):
+    with pytest.raises(TypeError, match=r"response_mask must be bool .* given dtype float64"):
         checks.bool_mask(response_mask=np.ones(3))
     checks.bool_mask(response_mask=np.ones(3, bool), token_keep=None)
 

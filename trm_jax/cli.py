@@ -42,7 +42,7 @@ class Train:
         from rich.console import Console
 
         from trm_jax.report import collect, results_table
-        from trm_jax.train import Interrupted, check_experiment, load_config, run_experiment
+        from trm_jax.train import Interrupted, check_arms, load_config, run_experiment
 
         config = load_config(self.config, self.overrides)
         if self.arm:
@@ -52,8 +52,7 @@ class Train:
                 raise ValueError(f"--arm {' '.join(missing)}: no such arm; the file has {', '.join(known)}.")
             config = dataclasses.replace(config, arms=tuple(arm for arm in config.arms if arm.slug in self.arm))
         if self.check:
-            for arm in config.arms:
-                check_experiment(arm.train)
+            check_arms(config)
             print(f"{self.config}: fine; arms {', '.join(arm.slug for arm in config.arms)}; seeds {list(config.seeds)}")
             return 0
         try:

@@ -86,7 +86,7 @@ def expm1_minus_identity(values: Float[AnyArray, ...]) -> Float[Array, ...]:
 
 def masked_values(values: Float[AnyArray, "*S"], mask: Bool[AnyArray, "*S"], fill: float = 0.0) -> Float[Array, "*S"]:
     """float32 values with ``fill`` wherever the mask is False."""
-    return jnp.where(mask, as_float32(values), fill)
+    return jnp.where(jnp.asarray(mask), as_float32(values), fill)
 
 
 def masked_sum(
@@ -100,7 +100,7 @@ def masked_mean(
     values: Float[AnyArray, "*S"], mask: Bool[AnyArray, "*S"], *, axis: int | None = None
 ) -> Float[Array, ...]:
     """Mean over the True slots; 0 when there is none."""
-    count = jnp.sum(mask, axis=axis)
+    count = jnp.sum(jnp.asarray(mask), axis=axis)
     return masked_sum(values, mask, axis=axis) / jnp.maximum(count, 1)
 
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from trm_jax.bounds import TabularPair, TabularSample
+from trm_jax.bounds import TabularPair
 from trm_jax.divergences import k3, log_odds_displacement, ratio_from_displacement
 
 
@@ -112,11 +112,11 @@ def test_error_by_hand_keeps_its_digits(h: float) -> None:
     # Two fair coins, π_θ gives 1/2 + h to heads, R = 1 for two heads. J = (1/2+h)² - 1/4 = h + h²;
     # L' = 1/4·(2h + 2h) = h; Error = h². At h = 2^-30 that is 8.7e-19, below the rounding of J.
     pair = TabularPair(rollout=coin(0.0), policy=coin(h), rewards=np.array([0.0, 0.0, 0.0, 1.0]))
-    assert pair.surrogate == pytest.approx(h, rel=1e-14)
-    assert pair.error == pytest.approx(h * h, rel=1e-14)
-    assert pair.improvement == pytest.approx(h + h * h, rel=1e-14)
+    assert pair.surrogate == pytest.approx(h, rel=1e-14, abs=0)
+    assert pair.error == pytest.approx(h * h, rel=1e-14, abs=0)
+    assert pair.improvement == pytest.approx(h + h * h, rel=1e-14, abs=0)
     # KL = -(1/2) log(1 - 4h²), about 2h²
-    assert pair.max_token_kl == pytest.approx(-0.5 * math.log1p(-4 * h * h), rel=1e-6)
+    assert pair.max_token_kl == pytest.approx(-0.5 * math.log1p(-4 * h * h), rel=1e-12, abs=0)
 
 
 def test_equal_policies() -> None:
@@ -161,18 +161,14 @@ def test_proposition_3_10(p: float) -> None:
     assert pair.sequence_kl == pytest.approx(p, rel=1e-12)
 
 
-def mask_and_sample(seed: int) -> tuple[TabularPair, np.ndarray, TabularSample]:
-    pair = TabularPair.random(3, 4, seed=seed, mismatch=0.4)
-    return pair, pair.token_kl.max(axis=1) <= 0.05, pair.sample(100_000, seed=seed + 1)
-
-
 @pytest.mark.parametrize("seed", [0, 10])
 def test_monte_carlo_agrees_within_its_standard_error(seed: int) -> None:
-    pair, keep, sample = mask_and_sample(seed)
-    kept = sample.token_kl.max(axis=1) <= 0.05
-    assert 0.02 < kept.mean() < 0.98
+    pair = TabularPair.random(3, 4, seed=seed, mismatch=0.4)
+    sample = pair.sample(100_000, seed=seed + 1)
     u = np.expm1(sample.log_ratio)
     deviation = np.abs(u).sum(axis=1)
+    keep, kept = np.abs(np.expm1(pair.log_ratio)).sum(axis=1) <= 1.0, deviation <= 1.0
+    assert 0.1 < kept.mean() < 0.9
     product = np.exp(sample.log_ratio.sum(axis=1))
     cases = {
         "J(π_roll)": (sample.rewards, pair.rollout_return),

@@ -135,30 +135,33 @@ def test_gradients_ignore_masked_slots_and_agree_between_arithmetics(tools):
     case = tools.case(truncated=True, temperature=0.7)
     graphdef, params = nnx.split(tools.model(), nnx.Param)
 
-    def gradient(rollout, arithmetic):
-        def loss(p):
-            logps, entropy = policy_logps(nnx.merge(graphdef, p), rollout, compute=arithmetic)
-            return jnp.sum(jnp.where(rollout.response_mask, logps + 0.1 * entropy, 0.0))
+    def loss(params, rollout, compute):
+        logps, entropy = policy_logps(nnx.merge(graphdef, params), rollout, compute=compute)
+        return jnp.sum(jnp.where(rollout.response_mask, logps + 0.1 * entropy, 0.0))
 
-        return tools.jit(jax.grad(loss))(params)
-
-    expected = gradient(case.rollout, PLAIN)
+    gradient = tools.jit(jax.grad(loss), static_argnames="compute")
+    expected = gradient(params, case.rollout, compute=PLAIN)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected)) > 1
     for compute in (PLAIN, TILED):
-        dirty = gradient(dataclasses.replace(case.rollout, **garbage(case)), compute)
+        dirty = gradient(params, dataclasses.replace(case.rollout, **garbage(case)), compute=compute)
         # Gradients of order ten, summed over 20 positions in another order.
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), dirty, expected)
 
 
 def test_response_states_can_be_given(tools):
     case, model = tools.case(), tools.model()
-    states = response_states(model, case.rollout, compute=PLAIN)
+
+    @tools.jit
+    def run(rollout, move):
+        states = response_states(model, rollout, compute=PLAIN)
+        given = policy_logps(model, rollout, compute=PLAIN, hidden=states + move)
+        return states, given, policy_logps(model, rollout, compute=PLAIN)
+
+    states, given, taken = run(case.rollout, 0.0)
     assert states.shape == (4, 5, 32)
-    given = policy_logps(model, case.rollout, compute=PLAIN, hidden=states)
-    taken = policy_logps(model, case.rollout, compute=PLAIN)
     for x, y in zip(given, taken, strict=True):
-        np.testing.assert_array_equal(x, y)
-    moved = policy_logps(model, case.rollout, compute=PLAIN, hidden=states + 1.0)
+        np.testing.assert_allclose(x, y, atol=1e-6)
+    _, moved, _ = run(case.rollout, 1.0)
     assert not np.allclose(moved[0], taken[0], atol=1e-2)
 
 

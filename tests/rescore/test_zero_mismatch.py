@@ -32,8 +32,9 @@ def sampled(model, numerics, sampling):
 @pytest.mark.parametrize(
     ("n_experts", "dtype", "sampling"),
     [
-        (4, "bfloat16", SamplingConfig(temperature=0.8, top_p=0.8)),
-        pytest.param(0, "float32", SamplingConfig(), marks=pytest.mark.slow),
+        (0, "float32", SamplingConfig(temperature=0.8, top_p=0.8)),
+        pytest.param(0, "bfloat16", SamplingConfig(), marks=pytest.mark.slow),
+        pytest.param(4, "bfloat16", SamplingConfig(temperature=0.8, top_p=0.8), marks=pytest.mark.slow),
         pytest.param(4, "float32", SamplingConfig(temperature=1.3), marks=pytest.mark.slow),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from trm_jax.checks import in_range
-from trm_jax.numerics import AnyArray
+from trm_jax.numerics import AnyArray, expm1_minus_identity
 
 __all__ = [
     "Leaf",
@@ -24,6 +24,7 @@ __all__ = [
     "capped",
     "checked_length",
     "coupled_shift",
+    "excess",
     "is_traced",
     "namespace",
     "nonnegative",
@@ -82,6 +83,16 @@ def root(value: Any, xp: Any) -> Any:
     """Square root with gradient 0 at 0, where the derivative is infinite."""
     zero = value == 0
     return xp.where(zero, 0.0, xp.sqrt(xp.where(zero, 1.0, value)))
+
+
+def excess(values: Any, xp: Any) -> Any:
+    """``e^x - 1 - x`` in the precision of the input, with full relative accuracy near 0."""
+    if xp is jnp:
+        return expm1_minus_identity(values)
+    small = np.abs(values) < 0.01
+    x = np.where(small, values, 0.0)
+    series = 0.5 * x * x * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7)))))
+    return np.where(small, series, np.expm1(values) - values)
 
 
 def coupled_shift(steps: Any, token_tv: Any, xp: Any) -> Any:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from trm_jax.bounds._arrays import Leaf, is_traced, namespace
+from trm_jax.bounds._arrays import Leaf, excess, is_traced, namespace
 from trm_jax.bounds._limits import upper_limits
 from trm_jax.checks import bool_mask, in_range, same_shape
-from trm_jax.numerics import MAX_LOG_RATIO, AnyArray, expm1_minus_identity
+from trm_jax.numerics import MAX_LOG_RATIO, AnyArray
 
 __all__ = ["Certificate", "Term", "certify"]
 
@@ -66,11 +66,6 @@ class Certificate:
     confidence: float = dataclasses.field(metadata={"static": True})
 
 
-def _excess(deviation: Any, xp: Any) -> Any:
-    """``e^U - 1 - U``."""
-    return expm1_minus_identity(deviation) if xp is jnp else np.expm1(deviation) - deviation
-
-
 def _constant(values: Any, xp: Any) -> Any:
     return jax.lax.stop_gradient(values) if xp is jnp else values
 
@@ -110,14 +105,14 @@ def _costs(
     inside = accepted[:, None] & (deviation[:, None] <= cuts)
     columns = [
         xp.where(inside, -(reward * shift)[:, None], 0.0),
-        _excess(xp.where(inside, deviation[:, None], 0.0), xp),
+        excess(xp.where(inside, deviation[:, None], 0.0), xp),
         xp.where(inside, 0.0, reward[:, None]),
         (reward - xp.where(accepted, reward * xp.minimum(product, ratio_cap), 0.0))[:, None],
         xp.where(accepted, 0.0, 1.0)[:, None],
     ]
     zero, one = xp.zeros_like(cuts), xp.ones_like(cuts)
     low = xp.concatenate([-cuts, zero, zero, (1 - ratio_cap) * one[:1], zero[:1]])
-    high = xp.concatenate([cuts, _excess(cuts, xp), one, one[:1], one[:1]])
+    high = xp.concatenate([cuts, excess(cuts, xp), one, one[:1], one[:1]])
     return xp.concatenate(columns, axis=1), low, high
 
 
@@ -170,8 +165,8 @@ def certify(
     neither the weights of π_θ nor the cuts may have been chosen by looking at them. With several samples of a prompt,
     J is the mean over the prompts of this batch. The precondition of TRM Theorem 4.2, ``D_KL(c) <= δ`` for *all*
     reachable contexts, can be refuted by a sample and never proven by one: a context that nobody sampled can hold any
-    divergence (Proposition 3.10). What a sample gives is ``rejection_rate``: at most that share of sequences violates the
-    criterion of the mask.
+    divergence (Proposition 3.10). What a sample gives is ``rejection_rate``: at most that share of sequences violates
+    the criterion of the mask.
 
     Args:
       log_ratio: ``[B, T]``, ``policy_logps - rollout_logps``; ``-inf`` means ρ_t = 0. A row with NaN or ``+inf`` at a

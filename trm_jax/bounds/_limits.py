@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 __all__ = ["upper_limits"]
 
 _HALVINGS = 40
@@ -19,14 +22,22 @@ def _binary_kl(x: Any, mean: Any, xp: Any) -> Any:
 
 def _chernoff_limit(mean: Any, count: Any, error: float, xp: Any) -> Any:
     """Largest μ with ``n kl(mean, μ) <= log(1/error)``, by halving; the end that is returned is on the safe side."""
-    low, high = mean, xp.ones_like(mean)
-    for _ in range(_HALVINGS):
+
+    def halve(_: Any, ends: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = ends
         middle = 0.5 * (low + high)
         inside = (middle > 0) & (middle < 1)
         kl = _binary_kl(mean, xp.where(inside, middle, 0.5), xp)
         beyond = inside & (count * kl > math.log(1 / error))
-        low, high = xp.where(beyond, low, middle), xp.where(beyond, middle, high)
-    return high
+        return xp.where(beyond, low, middle), xp.where(beyond, middle, high)
+
+    ends = mean, xp.ones_like(mean)
+    if xp is jnp:
+        ends = jax.lax.fori_loop(0, _HALVINGS, halve, ends)  # unrolled, it would be most of the compile time
+    else:
+        for step in range(_HALVINGS):
+            ends = halve(step, ends)
+    return ends[1]
 
 
 def _bernstein_limit(mean: Any, variance: Any, count: Any, error: float, xp: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from trm_jax.bounds._arrays import excess
 from trm_jax.checks import in_range
 
 __all__ = ["MAX_SEQUENCES", "TabularPair", "TabularSample"]
@@ -44,6 +45,16 @@ def _softmax(logits: Array) -> Array:
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     normalised: Array = weights / weights.sum(axis=-1, keepdims=True)
     return normalised
+
+
+def _log_ratio(q: Array, p: Array) -> Array:
+    """``log(p/q)``, with full relative accuracy when p is near q; ``-inf`` where p = 0, ``+inf`` where only q = 0."""
+    both = (q > 0) & (p > 0)
+    q_safe, p_safe = np.where(both, q, 1.0), np.where(both, p, 1.0)
+    change = (p_safe - q_safe) / q_safe
+    near = np.abs(change) < 0.5
+    finite = np.where(near, np.log1p(np.where(near, change, 0.0)), np.log(p_safe) - np.log(q_safe))
+    return np.where(both, finite, np.where(p > 0, np.inf, -np.inf))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,10 +203,11 @@ class TabularPair:
     def _context_kl(self) -> tuple[Array, ...]:
         levels = []
         for q, p in zip(self.rollout, self.policy, strict=True):
-            both = (q > 0) & (p > 0)
-            log_ratio = np.log(np.where(both, p, 1.0)) - np.log(np.where(both, q, 1.0))
-            terms = np.where(both, q * (np.expm1(log_ratio) - log_ratio) - (p - q), 0.0) + (p - q)
-            levels.append(np.where(np.any((q > 0) & (p == 0), axis=1), np.inf, np.maximum(terms.sum(axis=1), 0.0)))
+            log_ratio = _log_ratio(q, p)
+            both = np.isfinite(log_ratio)
+            # q log(q/p) - q + p, every term non-negative; a token that only π_θ draws adds p, one that only π_roll draws inf.
+            terms = np.where(both, q * excess(np.where(both, log_ratio, 0.0), np), p)
+            levels.append(np.where(np.any((q > 0) & (p == 0), axis=1), np.inf, terms.sum(axis=1)))
         return tuple(levels)
 
     @functools.cached_property
@@ -296,9 +308,7 @@ class TabularPair:
         """``log π_θ - log π_roll`` of each token of each sequence; ``-inf`` where p = 0, ``+inf`` where only q = 0."""
         levels = []
         for q, p in zip(self.rollout, self.policy, strict=True):
-            both = (q > 0) & (p > 0)
-            finite = np.log(np.where(both, p, 1.0)) - np.log(np.where(both, q, 1.0))
-            levels.append(np.where(both, finite, np.where(p > 0, np.inf, -np.inf)).ravel())
+            levels.append(_log_ratio(q, p).ravel())
         return self._per_sequence(levels)
 
     @functools.cached_property
@@ -326,7 +336,7 @@ class TabularPair:
         finite = np.where(self.log_ratio < np.inf, self.log_ratio, 0.0)
         deviation = np.where(sequence_keep, np.abs(np.expm1(finite)).sum(axis=1), 0.0)
         with np.errstate(over="ignore"):
-            return self.rollout_mean(np.expm1(deviation) - deviation)
+            return self.rollout_mean(excess(deviation, np))
 
     def rejected_return(self, sequence_keep: Bool[Array, " N"]) -> float:
         """``E_roll[(1 - M) R]``."""

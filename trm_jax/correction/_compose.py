@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from trm_jax.checks import bool_mask, same_shape
-from trm_jax.correction import _masks as masks
+from trm_jax.correction import _divergence_masks as divergence_masks
+from trm_jax.correction import _ratio_masks as ratio_masks
 from trm_jax.correction import _sequence_weights as sequence_weights
 from trm_jax.correction import _weights as weights
 from trm_jax.correction._config import CorrectionConfig, MaskName
@@ -37,19 +38,19 @@ def _sequence_keep(mask: MaskName, scored: ScoredBatch, log_ratio: Array, config
     match mask:
         case "trm_max":
             kl = _required(scored, "token_kl", mask)
-            return masks.max_kl_mask(kl, response, threshold=config.max_token_kl, segment_ids=segments)
+            return divergence_masks.max_kl_mask(kl, response, threshold=config.max_token_kl, segment_ids=segments)
         case "trm_avg":
             kl = _required(scored, "token_kl", mask)
-            return masks.mean_kl_mask(kl, response, threshold=config.mean_token_kl, segment_ids=segments)
+            return divergence_masks.mean_kl_mask(kl, response, threshold=config.mean_token_kl, segment_ids=segments)
         case "trm_tv":
             tv = _required(scored, "token_tv", mask)
-            return masks.max_tv_mask(tv, response, threshold=config.max_token_tv, segment_ids=segments)
+            return divergence_masks.max_tv_mask(tv, response, threshold=config.max_token_tv, segment_ids=segments)
         case "trm_sample":
-            return masks.sampled_mask(
+            return divergence_masks.sampled_mask(
                 log_ratio, response, max_k2=config.max_k2, mean_k3=config.mean_k3, segment_ids=segments
             )
         case "ln_trm":
-            return masks.length_neutral_mask(
+            return ratio_masks.length_neutral_mask(
                 log_ratio,
                 response,
                 threshold=config.ln_trm_threshold,
@@ -58,11 +59,11 @@ def _sequence_keep(mask: MaskName, scored: ScoredBatch, log_ratio: Array, config
                 segment_ids=segments,
             )
         case "ser":
-            return masks.sequence_error_ratio_mask(
+            return ratio_masks.sequence_error_ratio_mask(
                 log_ratio, response, threshold=config.ser_threshold, segment_ids=segments
             )
         case "geometric":
-            return masks.geometric_mask(
+            return ratio_masks.geometric_mask(
                 log_ratio, response, low=config.geometric_low, high=config.geometric_high, segment_ids=segments
             )
     raise AssertionError(f"{mask} is not a sequence mask")
@@ -173,7 +174,7 @@ def correct(
     token_keep = mask & ~refused
     for name in config.masks:
         if name == "token_outlier":
-            outlier = masks.token_outlier_mask(log_ratio, mask, max_abs_log_ratio=config.max_abs_log_ratio)
+            outlier = ratio_masks.token_outlier_mask(log_ratio, mask, max_abs_log_ratio=config.max_abs_log_ratio)
             token_keep = token_keep & outlier
         else:
             rejected[name] = ~_sequence_keep(name, scored, log_ratio, config)

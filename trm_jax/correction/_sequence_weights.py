@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax.checks import bool_mask, in_range, known_name, ordered, same_shape
-from trm_jax.correction._masks import geometric_mask
+from trm_jax.correction._ratio_masks import geometric_mask
 from trm_jax.correction._weights import exact_weights, unit_weights
 from trm_jax.numerics import AnyArray, as_float32, masked_values, over_tokens, safe_exp, sequence_sum
 

@@ -1,6 +1,7 @@
 """Training: configuration, the jitted update, the loop, checkpoints, and arms over seeds."""
 
 from trm_jax.train.arms import Interrupted as Interrupted
+from trm_jax.train.arms import check_arms as check_arms
 from trm_jax.train.arms import run_experiment as run_experiment
 from trm_jax.train.checkpoint import Checkpointer as Checkpointer
 from trm_jax.train.checkpoint import CheckpointError as CheckpointError

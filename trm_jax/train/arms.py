@@ -31,7 +31,7 @@ from trm_jax.train.experiment import check_experiment, open_experiment
 from trm_jax.train.loop import NonFiniteError, RunOutcome, TrainRun
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
-__all__ = ["Interrupted", "run_experiment"]
+__all__ = ["Interrupted", "check_arms", "run_experiment"]
 
 _WARM = "warm start"
 
@@ -64,8 +64,7 @@ def run_experiment(
       Interrupted: stopped on request; the report of what is there has been written.
       NonFiniteError: one run's loss or gradient was not finite.
     """
-    for arm in config.arms:
-        _named_arm(arm, check_experiment)
+    check_arms(config)
     root = _prepare(config, resume=resume, command=sys.argv if command is None else command)
     runs = [(arm, dataclasses.replace(arm.train, seed=seed)) for seed in config.seeds for arm in config.arms]
     plan = []
@@ -91,11 +90,17 @@ def run_experiment(
     return write_report(root)
 
 
-def _named_arm(arm: ArmConfig, check: Callable[[TrainConfig], None]) -> None:
-    try:
-        check(arm.train)
-    except ValueError as error:
-        raise ValueError(f"arm {arm.slug}: {error}") from error
+def check_arms(config: RunConfig) -> None:
+    """Checks every arm's devices, data and lengths, so that the last arm's mistake is not found hours after the first.
+
+    Raises:
+      ValueError: naming the arm and what does not fit.
+    """
+    for arm in config.arms:
+        try:
+            check_experiment(arm.train)
+        except ValueError as error:
+            raise ValueError(f"arm {arm.slug}: {error}") from error
 
 
 def _prepare(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path:

@@ -187,7 +187,10 @@ def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:
 
 def _as_chat(problem: Problem, tokenizer: Any, system_prompt: str) -> Problem:
     messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": problem.prompt}]
-    return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
+    try:
+        return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
+    except ValueError as error:
+        raise ValueError(f"{problem.name}: {error}") from error
 
 
 class _ChatTokenizer:

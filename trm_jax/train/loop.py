@@ -37,7 +37,7 @@ Pairs = dict[str, tuple[Array, Array]]
 
 
 class NonFiniteError(RuntimeError):
-    """A reward, loss or gradient was not finite; the batch is on disk and the weights are those before its update."""
+    """Log-probs, loss or gradient were not finite; the batch is on disk and the weights are those before its update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,8 +248,6 @@ class TrainRun:
         rollout = jax.device_put(rollout, self._rows)
         head = self._engine.head_matrix() if config.rollout.record_hidden else None
         scored, corrected, pairs = jax.block_until_ready(self._score(self._state.params, rollout, head))
-        if not np.isfinite(rewards).all():
-            self._stop_nonfinite("a reward", {"rollout": rollout, "scored": scored}, rewards, texts)
         refused, rows = corrected.metrics["rejected/non_finite"]
         if 0 < float(rows) <= float(refused):
             self._stop_nonfinite("a log-prob in every sequence", {"rollout": rollout, "scored": scored}, rewards, texts)

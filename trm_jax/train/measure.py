@@ -73,7 +73,8 @@ def to_record(
     record = {metric: value[n] for name, metric in _NAMES.items() if (n := name.removeprefix("max/")) in value}
     variance = value["log_ratio_square"] - value["log_ratio"] ** 2
     record["mismatch/log_ratio_sd"] = max(0.0, variance) ** 0.5
-    record["correction/ess_fraction"] = float(effective_sample_fraction(pairs))
+    weights = {name: (jnp.asarray(a), jnp.asarray(b)) for name, (a, b) in pairs.items() if name.startswith("weight/")}
+    record["correction/ess_fraction"] = float(effective_sample_fraction(weights))
     record["optim/grad_norm"] = max(float(update["grad_norm"][0]) for update in updates)
     record["optim/skipped"] = float(all(float(update["skipped"][0]) for update in updates))
     return record

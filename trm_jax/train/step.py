@@ -114,7 +114,7 @@ def make_update(
         (loss_sum, (count, aux)), grads = accumulate(state.params, batch)
         inverse = jnp.where(count > 0, 1.0 / jnp.where(count > 0, count, 1.0), 0.0)
         grads = jax.tree.map(lambda g: g * inverse, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss_sum)
         apply = finite & _contributes(batch)
 

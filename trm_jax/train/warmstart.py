@@ -127,6 +127,6 @@ def _make_step(
         loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens, mask)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.version + 1)
-        return moved, (loss, optax.global_norm(grads))
+        return moved, (loss, optax.tree.norm(grads))
 
     return step

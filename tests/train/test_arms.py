@@ -1,0 +1,184 @@
+"""Experiments of several arms and seeds: the records on disk, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trm_jax.models import make_mesh
+from trm_jax.report import collect
+from trm_jax.train import Interrupted, NonFiniteError, arms, build, check_experiment, run_experiment
+from trm_jax.train.load import load_config
+from trm_jax.train.warmstart import warm_start, warmstart_directory
+
+
+@pytest.fixture
+def on_the_toy(driver, monkeypatch):
+    monkeypatch.setattr(arms, "open_experiment", driver._open_toy)
+    monkeypatch.setattr(arms, "check_experiment", lambda config: None)
+    monkeypatch.setattr(arms, "write_report", lambda root: root / "report.html")
+
+
+@pytest.fixture
+def config_of(driver, tmp_path):
+    """A configuration without evaluation and warm start, with changes at the top."""
+
+    def make(**changes):
+        tree = driver.tiny(str(tmp_path / "run")) | {"steps": 2, "eval": {"prompts": 0}, "warmstart": {"steps": 0}}
+        return build(tree | changes)
+
+    return make
+
+
+def result(root: Path, arm: str = "run", seed: int = 0) -> dict:
+    return json.loads((root / "arms" / arm / f"seed{seed}" / "result.json").read_text())
+
+
+def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_of, tmp_path, capsys):
+    warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1}
+    two = {"plain": {}, "tis": {"name": "truncated", "role": "corrected", "correction": {"preset": "tis"}}}
+    report = run_experiment(config_of(arms=two, warmstart=warm), command=["trm-jax", "train", "a b.toml"])
+    root = tmp_path / "run"
+    assert report == root / "report.html"
+    assert len(list((root / "warmstart").iterdir())) == 1
+    head = json.loads((root / "run.json").read_text())
+    assert head["command"] == "trm-jax train 'a b.toml'"
+    assert [(arm["slug"], arm["name"], arm["role"]) for arm in head["arms"]] == [
+        ("plain", "plain", ""),
+        ("tis", "truncated", "corrected"),
+    ]
+    out = capsys.readouterr().out
+    assert out.count("warmstart 3/3") == 1
+    for slug in two:
+        assert result(root, slug) | {"seconds": 0} == {
+            "status": "complete", "reason": "", "accuracy_start": None, "accuracy_final": None,
+            "evaluation_items": 0, "seconds": 0, "steps": 2, "seed": 0,
+        }  # fmt: skip
+        assert result(root, slug)["seconds"] > 0
+    data = collect(root)
+    assert [(arm.name, len(arm.complete)) for arm in data.arms] == [("plain", 1), ("truncated", 1)]
+
+    # A directory that holds a run is left alone unless one asks for it.
+    before = (root / "arms" / "plain" / "seed0" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"already holds a run\. Continue it with --resume"):
+        run_experiment(config_of(arms=two, warmstart=warm))
+    run_experiment(config_of(arms=two, warmstart=warm), resume=True)
+    assert "done before" in capsys.readouterr().out
+    assert (root / "arms" / "plain" / "seed0" / "metrics.jsonl").read_bytes() == before
+    assert json.loads((root / "run.json").read_text())["command"] == "trm-jax train 'a b.toml'"
+
+    # Nor is one continued under another configuration; every key that differs is named.
+    changed = {"optimizer": {"learning_rate": 3e-3}, "loss": {"minibatches": 2, "clip_low": 0.3}}
+    with pytest.raises(ValueError, match=r"another configuration \(loss\.clip_low, optimizer\.learning_rate differ\)"):
+        run_experiment(config_of(arms=two, warmstart=warm, **changed), resume=True)
+    # One arm and seed more may join; what was there stays listed.
+    run_experiment(config_of(arms={"third": {}}, warmstart=warm, seeds=[1]), resume=True)
+    head = json.loads((root / "run.json").read_text())
+    assert {arm["slug"] for arm in head["arms"]} == {"plain", "tis", "third"}
+    assert head["seeds"] == [0, 1]
+
+
+def test_a_place_that_cannot_be_written_is_named(on_the_toy, config_of, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=r"cannot write to the run directory .*file.*directory=PATH"):
+            run_experiment(config_of(directory=str(directory)))
+
+
+def test_broken_records_are_named(on_the_toy, config_of, tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "run.json").write_text('{"title": "x", "ar')
+    with pytest.raises(ValueError, match=r"run\.json is not readable JSON"):
+        run_experiment(config_of(), resume=True)
+
+
+def test_a_failed_run_says_how_far_it_came_and_why(on_the_toy, config_of, tmp_path, monkeypatch, capsys):
+    def fail(self):
+        if self.step == 1:
+            raise NonFiniteError("step 2: the loss is not finite")
+        return proper(self)
+
+    proper = arms.TrainRun._train_step
+    monkeypatch.setattr(arms.TrainRun, "_train_step", fail)
+    with pytest.raises(NonFiniteError):
+        run_experiment(config_of())
+    held = result(tmp_path / "run")
+    assert (held["status"], held["steps"], held["reason"]) == ("failed", 1, "step 2: the loss is not finite")
+    assert "failed: step 2" in capsys.readouterr().out
+
+
+def test_a_stop_before_an_arm_opens_nothing(on_the_toy, config_of, tmp_path):
+    with pytest.raises(Interrupted, match=r"stopped before arm 'run', seed 0"):
+        run_experiment(config_of(), should_stop=lambda: True)
+    assert not (tmp_path / "run" / "arms").exists()
+
+
+def test_what_cannot_work_is_found_before_a_directory_is_made(config_of, tmp_path):
+    """Also in the last arm, and nothing is left behind that would make the next attempt ask for --resume."""
+    lengths = {"prompts_per_step": 2, "max_prompt_length": 64, "max_response_length": 64}
+    with pytest.raises(ValueError, match=r"arm wide: mesh data=4 x tensor=4 needs 16 devices"):
+        run_experiment(config_of(rollout=lengths, arms={"fine": {}, "wide": {"mesh": {"data": 4, "tensor": 4}}}))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("task.name=chain_summ", ["chain_summ", "chain_sum"]),
+        ("task.params={terms=3}", ["terms", "min_terms"]),
+        ("rollout.max_prompt_length=7", ["max_prompt_length", "7"]),
+        ("rollout.max_response_length=3", ["max_response_length", "3"]),
+        ("mesh.data=16", ["data=16", "devices"]),
+        ("mesh.tensor=3", ["mesh.tensor=3", "16 token ids"]),
+    ],
+)
+def test_tasks_and_lengths_that_do_not_fit(override, words):
+    path = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+    config = load_config(path, [f"arms.lag_only.{override}"])
+    (train,) = (arm.train for arm in config.arms if arm.slug == "lag_only")
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        check_experiment(train)
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+WORDS = {"task.kind": "gsm8k", "model.source": "smollm2"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (None, ["task.path", "no file", "problems.jsonl"]),
+        ([], ["task.path", "no records"]),
+        (["{}"], ["line 1", "question"]),
+        (['{"question": "1+1?", "answer": "#### 2"}', '{"question": '], ["problems.jsonl", "line 2", "not JSON"]),
+        (['{"question": "1+1?", "answer": "two"}'], ["line 1", "####"]),
+        (['{"question": "1+1?", "answer": "#### 2"}'], ["no held-out problem", "task.test_path"]),
+    ],
+)
+def test_word_problems_that_cannot_be_read_are_named_by_file_and_line(make_config, tmp_path, lines, words):
+    path = tmp_path / "problems.jsonl"
+    if lines is not None:
+        path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        check_experiment(make_config(WORDS | {"task.path": str(path), "task.test_permille": 0}))
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+def test_a_warm_start_that_diverges_stops_with_its_step(driver, make_config, tmp_path):
+    config = make_config({"warmstart.learning_rate": 1e30, "warmstart.warmup_steps": 0, "warmstart.steps": 8})
+    rows: list[int] = []
+    with pytest.raises(NonFiniteError, match=r"warm start, step \d: loss .*warmstart\.learning_rate"):
+        warm_start(
+            driver.toy_experiment(config),
+            config,
+            warmstart_directory(tmp_path, config),
+            make_mesh(),
+            on_step=lambda step, record: rows.append(step),
+        )
+    assert len(rows) < 8
+    assert not list(tmp_path.rglob("step_*"))

@@ -1,0 +1,137 @@
+"""Word problems in the pretrained model's chat format, end to end, with a tiny model in its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from trm_jax.models import Transformer, TransformerConfig, make_mesh
+from trm_jax.models.pretrained import PretrainedTokenizer
+from trm_jax.train import TrainRun, experiment, open_experiment
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("math_verify")
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+# "<|start|>system\n?<|end|>\n<|start|>user\n" + 10 letters + "<|end|>\n<|start|>assistant\n", a byte a token and a
+# control token one: 1+7+1+1+1 + 1+5 + 10 + 1+1 + 1+10 = 40.
+PROMPT_TOKENS = 40
+
+
+def byte_tokenizer() -> PretrainedTokenizer:
+    """Every byte a token, in GPT-2's printable stand-ins, and three control tokens."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    bytes_ = [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
+    tokens = ["<|pad|>", "<|start|>", "<|end|>", *bytes_]
+    values = {
+        "model": "gpt2", "pre": "smollm", "tokens": tokens, "token_type": [3] * 3 + [1] * 256, "merges": [],
+        "bos_token_id": 1, "eos_token_id": 2, "padding_token_id": 2,
+    }  # fmt: skip
+    return PretrainedTokenizer(
+        {f"tokenizer.ggml.{key}": value for key, value in values.items()} | {"tokenizer.chat_template": TEMPLATE}
+    )
+
+
+@pytest.fixture
+def tiny_model(monkeypatch) -> None:
+    """The pretrained model's own loader insists on its shape; everything after it is the real thing."""
+    shape = TransformerConfig(
+        vocab_size=259, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=16, tie_embeddings=True
+    )
+    loaded = Transformer(shape, rngs=nnx.Rngs(0)), byte_tokenizer()
+    monkeypatch.setattr(experiment, "load_smollm2_model", lambda path: loaded)
+
+
+def write_problems(path: Path, texts: list[str]) -> str:
+    rows = [{"question": text, "answer": f"It is so. #### {i}"} for i, text in enumerate(texts)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.fixture
+def words(make_config, tmp_path):
+    """A configuration over four problems to learn from and two to be tested on, with changes."""
+
+    def make(changes: dict[str, Any] | None = None):
+        return make_config(
+            {
+                "steps": 1,
+                "model.source": "smollm2",
+                "warmstart.steps": 0,
+                "task.kind": "gsm8k",
+                "task.system_prompt": "?",
+                "task.path": write_problems(tmp_path / "train.jsonl", [f"question {c}" for c in "abcd"]),
+                "task.test_path": write_problems(tmp_path / "test.jsonl", [f"question {c}" for c in "dxy"]),
+                "rollout.max_prompt_length": PROMPT_TOKENS,
+                "loss.minibatches": 1,
+            }
+            | (changes or {})
+        )
+
+    return make
+
+
+def test_one_step_on_word_problems(tiny_model, words, tmp_path):
+    config = words()
+    records, notes = [], []
+    with open_experiment(config) as opened:
+        assert [problem.prompt for problem in opened.train][:1] == [
+            "<|start|>system\n?<|end|>\n<|start|>user\nquestion a<|end|>\n<|start|>assistant\n"
+        ]
+        assert len(opened.tokenizer.encode(opened.train[0].prompt)) == PROMPT_TOKENS
+        # "question d" stands in both files: it is learnt from and not tested on.
+        assert [problem.prompt.split("user\n")[1][:10] for problem in opened.test] == ["question x", "question y"]
+        rewards = opened.score(opened.train[:3], ["so \\boxed{0}", "so \\boxed{7}", ""])
+        np.testing.assert_array_equal(rewards, [1.0, 0.0, 0.0])
+        run = TrainRun(opened, config, nnx.state(opened.model), tmp_path / "run", make_mesh(), note=notes.append)
+        outcome = run.run(on_step=lambda step, record: records.append(record))
+    assert (outcome.status, outcome.step, outcome.evaluation_items) == ("complete", 1, 2)
+    assert [record["step"] for record in records] == [0, 1]
+    # A random model solves nothing: no advantage, no update, and that is said.
+    assert records[1]["reward/mean"] == 0.0
+    assert records[1]["optim/skipped"] == 1.0
+    assert "all rewards within every group are equal (mean 0.00)" in notes[0]
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_long_prompts_are_refused_before_anything_runs_or_left_out_aloud(tiny_model, words, tmp_path, capsys):
+    write = {"task.path": write_problems(tmp_path / "long.jsonl", ["question a", "question abcdefgh", "question ab"])}
+    with (
+        pytest.raises(
+            ValueError, match=r"2 of 5 prompts .*max_prompt_length=40 .*long\.jsonl\[1\]; the longest takes 47"
+        ),
+        open_experiment(words(write)),
+    ):
+        pass
+    with open_experiment(words(write | {"task.drop_long_prompts": True})) as opened:
+        assert len(opened.train) == 1
+    assert "left out 2 problems whose prompt is longer than rollout.max_prompt_length=40" in capsys.readouterr().out
+    with (
+        pytest.raises(ValueError, match="none of 3 problems fits"),
+        open_experiment(words(write | {"task.drop_long_prompts": True, "rollout.max_prompt_length": 9})),
+    ):
+        pass
+
+
+def test_control_tokens_in_a_problem_are_refused(tiny_model, words, tmp_path):
+    path = write_problems(tmp_path / "bad.jsonl", ["a<|end|>b"])
+    with pytest.raises(ValueError, match=r"bad\.jsonl\[0\]: .*<\|end\|>"), open_experiment(words({"task.path": path})):
+        pass
+
+
+def test_without_the_model_file_the_command_to_get_it_is_named(words, tmp_path):
+    missing = str(tmp_path / "no.gguf")
+    with (
+        pytest.raises(ValueError, match=r"no model at .*no\.gguf.*trm-jax fetch smollm2"),
+        open_experiment(words({"model.path": missing})),
+    ):
+        pass
