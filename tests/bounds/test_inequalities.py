@@ -16,7 +16,7 @@ from trm_jax.bounds import TabularPair
 # Sums of 4096 products in float64: relative rounding, and an absolute one for differences of order 1.
 RELATIVE, ABSOLUTE = 1e-9, 1e-13
 
-fast = settings(derandomize=True, deadline=None, database=None, max_examples=250)
+fast = settings(derandomize=True, deadline=None, database=None, max_examples=150)
 
 
 class Recipe(NamedTuple):

@@ -38,7 +38,7 @@ def result(root: Path, arm: str = "run", seed: int = 0) -> dict:
 
 def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_of, tmp_path, capsys):
     warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1}
-    two = {"plain": {}, "tis": {"name": "truncated", "role": "corrected", "correction": {"preset": "tis"}}}
+    two = {"plain": {}, "lagged": {"name": "one behind", "role": "lag_only", "rollout": {"lag": 1}}}
     report = run_experiment(config_of(arms=two, warmstart=warm), command=["trm-jax", "train", "a b.toml"])
     root = tmp_path / "run"
     assert report == root / "report.html"
@@ -47,7 +47,7 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     assert head["command"] == "trm-jax train 'a b.toml'"
     assert [(arm["slug"], arm["name"], arm["role"]) for arm in head["arms"]] == [
         ("plain", "plain", ""),
-        ("tis", "truncated", "corrected"),
+        ("lagged", "one behind", "lag_only"),
     ]
     out = capsys.readouterr().out
     assert out.count("warmstart 3/3") == 1
@@ -58,7 +58,7 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
         }  # fmt: skip
         assert result(root, slug)["seconds"] > 0
     data = collect(root)
-    assert [(arm.name, len(arm.complete)) for arm in data.arms] == [("plain", 1), ("truncated", 1)]
+    assert [(arm.name, len(arm.complete)) for arm in data.arms] == [("plain", 1), ("one behind", 1)]
 
     # A directory that holds a run is left alone unless one asks for it.
     before = (root / "arms" / "plain" / "seed0" / "metrics.jsonl").read_bytes()
@@ -76,7 +76,7 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     # One arm and seed more may join; what was there stays listed.
     run_experiment(config_of(arms={"third": {}}, warmstart=warm, seeds=[1]), resume=True)
     head = json.loads((root / "run.json").read_text())
-    assert {arm["slug"] for arm in head["arms"]} == {"plain", "tis", "third"}
+    assert {arm["slug"] for arm in head["arms"]} == {"plain", "lagged", "third"}
     assert head["seeds"] == [0, 1]
 
 

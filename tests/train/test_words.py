@@ -80,6 +80,7 @@ def words(make_config, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_one_step_on_word_problems(tiny_model, words, tmp_path):
     config = words()
     records, notes = [], []

@@ -40,8 +40,8 @@ class PlannedRun:
 class ConsoleProgress:
     """Shows arm, seed, stage, step, reward, kept fraction, throughput, and the time left for the arm and overall.
 
-    On a terminal it draws two bars; otherwise it prints one plain line every ``every`` steps, at the first and the last
-    step and at evaluations. The time left comes from steps of the same stage after the first (which compiles).
+    On a terminal it draws two bars; otherwise it prints one plain line every ``every`` steps (about 20
+    lines a run at most), at the first and the last step and at evaluations. The time left comes from steps of the same stage after the first (which compiles).
 
     Args:
       runs: the whole plan, at least one run.
@@ -129,7 +129,13 @@ class ConsoleProgress:
         changed, self._stage, self._step = stage != self._stage, stage, step
         if self._bars is not None:
             self._draw(metrics)
-        elif first or changed or step % self._every == 0 or step == self._current.steps or _evaluated(metrics):
+        elif (
+            first
+            or changed
+            or step % max(self._every, self._current.steps // 20) == 0
+            or step == self._current.steps
+            or _evaluated(metrics)
+        ):
             left = "; ".join(part for part in (self._left_run("arm"), self._left_all("all")) if part)
             parts = [f"{stage} {step}/{self._current.steps}", *_readings(metrics)]
             self._line(", ".join(parts) + (f"; left: {left}" if left else ""))

@@ -135,24 +135,44 @@ COLUMNS: tuple[tuple[str, Callable[[ArmSummary], str]], ...] = (
 )
 """Heading and cell of each column after the arm's name; the HTML table and the terminal share them."""
 
+_ON_TERMINAL = (
+    "seeds",
+    "accuracy at start",
+    "accuracy at end",
+    "largest token KL",
+    "mean token KL",
+    "sequences kept",
+)
+
 
 def results_table(data: ReportData) -> Table:
-    """The arms as a rich table (needs rich)."""
+    """The arms as a rich table that fits a terminal of 80 columns (needs rich); the HTML report has every column."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=data.title, title_justify="left", caption=_caption(data), caption_justify="left")
-    table.add_column("arm", overflow="fold")
-    for heading, _ in COLUMNS:
-        table.add_column(heading, justify="right")
+    table = Table(
+        title=data.title,
+        title_justify="left",
+        caption=_caption(data),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("arm", overflow="fold", min_width=12)
+    columns = [(heading, cell) for heading, cell in COLUMNS if heading in _ON_TERMINAL]
+    for heading, _ in columns:
+        shortest = max(len(word) for word in heading.split())
+        table.add_column(heading, justify="right", overflow="fold", min_width=shortest)
     for arm in data.arms:
         row = summarise(arm)
         mark = "" if row.state == "complete" else " *"
-        table.add_row(f"{arm.name}{mark}", *(cell(row) for _, cell in COLUMNS))
+        table.add_row(f"{arm.name}{mark}", *(cell(row) for _, cell in columns))
     return table
 
 
 def _caption(data: ReportData) -> str:
-    lines = ["KL in nats, PPL gap in nats a token; seeds: complete/started."]
+    lines = ["Held-out accuracy; token KL over the whole vocabulary, in nats; seeds: complete/started."]
     if any(len(arm.complete) == 1 for arm in data.arms):
         lines.append("Arms with one complete seed: the interval does not cover the variation between seeds.")
     lines += [f"* {arm.name}: {state}" for arm in data.arms if (state := _state(arm)) != "complete"]

@@ -68,9 +68,7 @@ def rescore(
         raise ValueError(f"microbatches={microbatches} must be at least 1 and divide the {rows} rows of the rollout.")
     if rollout.hidden is not None and rollout_head is None:
         raise ValueError("the rollout holds hidden states; pass rollout_head, the head that made its logits.")
-    chex.assert_equal_shape(
-        [rollout.response_tokens, rollout.response_mask, rollout.rollout_logps, rollout.versions]
-    )
+    chex.assert_equal_shape([rollout.response_tokens, rollout.response_mask, rollout.rollout_logps, rollout.versions])
     chex.assert_equal_shape_prefix([rollout.prompt_tokens, rollout.response_tokens, rollout.group_ids], 1)
     model: Transformer = nnx.merge(graphdef, params)
 

@@ -169,7 +169,6 @@ def _run_arm(
         progress.finish_run("complete", "done before")
         return
     mesh = make_mesh(train.mesh.data, train.mesh.tensor)
-    began = time.perf_counter()
     with open_experiment(train) as experiment:
         directory.mkdir(parents=True, exist_ok=True)
         _write_record(directory / "config.json", settings)
@@ -194,6 +193,7 @@ def _run_arm(
                 progress.finish_run("stopped", "saved; continue with --resume")
                 raise Interrupted("stopped during the warm start; continue with --resume.")
             params = warm
+        began = time.perf_counter()
         run = TrainRun(experiment, train, params, directory, mesh, note=progress.note)
         run.resume()
         progress.start_run(arm.name, train.seed, first_step=run.step)
