@@ -24,6 +24,9 @@ def upper(values: np.ndarray, error: float, low: float = 0.0, high: float = 1.0,
     )
 
 
+_JITTED = jax.jit(certify)
+
+
 # Limits on a mean.
 
 
@@ -336,7 +339,7 @@ def test_rewards_outside_the_range_are_refused(reward: float) -> None:
         certify(**data)
     with pytest.raises(ValueError, match="rewards must lie in"):
         certify(**{name: jnp.asarray(value) for name, value in data.items()})
-    assert jnp.isnan(jax.jit(certify)(**data).lower_limit)
+    assert jnp.isnan(_JITTED(**data).lower_limit)
 
 
 def test_illegal_options_are_named() -> None:
@@ -394,7 +397,7 @@ def test_jit_equals_eager_equals_float64() -> None:
     data["rewards"][3] = 0.0
     exact = certify(**data)
     arrays = {name: jnp.asarray(value) for name, value in data.items()}
-    eager, traced = certify(**arrays), jax.jit(certify)(**arrays)
+    eager, traced = certify(**arrays), _JITTED(**arrays)
     assert isinstance(traced.lower_limit, jax.Array)
     assert (int(traced.n), traced.confidence) == (exact.n, exact.confidence)
     assert bool(traced.precondition_refuted) == bool(eager.precondition_refuted) == exact.precondition_refuted

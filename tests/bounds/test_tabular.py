@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import itertools
 import math
 
@@ -117,6 +118,17 @@ def test_error_by_hand_keeps_its_digits(h: float) -> None:
     assert pair.improvement == pytest.approx(h + h * h, rel=1e-14, abs=0)
     # KL = -(1/2) log(1 - 4h²), about 2h²
     assert pair.max_token_kl == pytest.approx(-0.5 * math.log1p(-4 * h * h), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("h", [1e-1, 1e-3, 1e-7, 1e-12])
+def test_kl_keeps_its_digits(h: float) -> None:
+    # Against fifty decimal digits, from the very float64 that the tables hold: Σ q log(q/p) - q + p.
+    q, p = np.array([[0.3, 0.6, 0.1]]), np.array([[0.3 + h, 0.6 - h, 0.1]])
+    with decimal.localcontext(prec=50):
+        exact = [(decimal.Decimal(float(a)), decimal.Decimal(float(b))) for a, b in zip(q[0], p[0], strict=True)]
+        expected = float(sum(a * (a / b).ln() - a + b for a, b in exact))
+    pair = TabularPair(rollout=[q], policy=[p], rewards=np.zeros(3))
+    assert pair.max_token_kl == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_equal_policies() -> None:

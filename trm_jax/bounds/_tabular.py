@@ -205,7 +205,7 @@ class TabularPair:
         for q, p in zip(self.rollout, self.policy, strict=True):
             log_ratio = _log_ratio(q, p)
             both = np.isfinite(log_ratio)
-            # Terms q log(q/p) - q + p, none negative: a token that only π_θ draws adds p, one that only π_roll draws inf.
+            # Terms q log(q/p) - q + p, none negative: p for a token that only π_θ draws, inf for one of π_roll alone.
             terms = np.where(both, q * excess(np.where(both, log_ratio, 0.0), np), p)
             levels.append(np.where(np.any((q > 0) & (p == 0), axis=1), np.inf, terms.sum(axis=1)))
         return tuple(levels)

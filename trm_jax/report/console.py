@@ -40,8 +40,9 @@ class PlannedRun:
 class ConsoleProgress:
     """Shows arm, seed, stage, step, reward, kept fraction, throughput, and the time left for the arm and overall.
 
-    On a terminal it draws two bars; otherwise it prints one plain line every ``every`` steps (about 20
-    lines a run at most), at the first and the last step and at evaluations. The time left comes from steps of the same stage after the first (which compiles).
+    On a terminal it draws two bars; otherwise it prints one plain line every ``every`` steps (about 20 lines a run at
+    most), at the first and the last step and at evaluations. The time left comes from steps of the same stage after the
+    first (which compiles).
 
     Args:
       runs: the whole plan, at least one run.

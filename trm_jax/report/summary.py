@@ -140,7 +140,6 @@ _ON_TERMINAL = (
     "accuracy at start",
     "accuracy at end",
     "largest token KL",
-    "mean token KL",
     "sequences kept",
 )
 
