@@ -52,26 +52,21 @@ TABLE: dict[str, Room] = {
     "rollout": _room(*LEAVES, "models", third=ARRAYS | {"flax"}),
     "rescore": _room("types", "ops", "divergences", "models", third=ARRAYS | {"chex", "flax"}),
     "data": _room("types", "checks", third={"grain", "jaxtyping", "math_verify", "numpy", "reasoning_gym"}),
-    "audit": _room(*LEAVES, "divergences", "bounds", "correction"),
     "report": _room(
         *("types", "numerics", "divergences", "bounds", "correction"),
         third=ARRAYS | {"jinja2", "matplotlib", "rich", "tensorboardX"},
     ),
     "train": _room(
         *(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("data", "audit", "report"),
+        *("data", "report"),
         third=ARRAYS | {"cattrs", "flax", "optax", "orbax", "rich", "tyro"},
-    ),
-    "integrations": _room(
-        *("", *LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore", "audit"),
-        third=ARRAYS | {"grpc", "jetstream", "tunix"},
     ),
     "cli": _room(
         *("", *LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("data", "audit", "report", "train", "integrations"),
+        *("data", "report", "train"),
         third={"rich", "tyro"},
     ),
-    "": _room(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", "audit", third=frozenset()),
+    "": _room(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", third=frozenset()),
 }
 
 # Functions that import a module by its name: a call with a written-out name is an import like any other.

@@ -135,15 +135,17 @@ def test_a_token_outside_its_support_has_no_probability_and_no_gradient(states, 
     hidden, head, tokens = states
     kept = np.ones((6, 11), bool)
     kept[0, tokens[0]] = False
+    kept[1] = False  # an empty support
     support = np.packbits(kept, axis=1, bitorder="little")
     logps, entropy = head_token_logps(hidden, head, tokens, temperature=1.0, compute=compute, support=support)
-    assert float(logps[0]) == -np.inf
-    assert np.isfinite(np.asarray(logps)[1:]).all()
+    assert np.isneginf(np.asarray(logps)[:2]).all()
+    assert np.isfinite(np.asarray(logps)[2:]).all()
     assert np.isfinite(np.asarray(entropy)).all()
+    assert float(entropy[1]) == 0
 
     def loss(h, w):
-        found, _ = head_token_logps(h, w, tokens, temperature=1.0, compute=compute, support=support)
-        return found[0]
+        found, empty = head_token_logps(h, w, tokens, temperature=1.0, compute=compute, support=support)
+        return found[0] + found[1] + empty[1]
 
     for grad in jax.grad(loss, argnums=(0, 1))(jnp.asarray(hidden), jnp.asarray(head)):
         assert np.all(np.asarray(grad) == 0)

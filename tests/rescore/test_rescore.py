@@ -114,7 +114,7 @@ def garbage(case):
         "response_tokens": jnp.where(mask, rollout.response_tokens, -3),
         "rollout_logps": jnp.where(mask, rollout.rollout_logps, jnp.nan),
         "hidden": jnp.where(mask[..., None], rollout.hidden, jnp.nan),
-        "support": jnp.where(mask[..., None], rollout.support, jnp.uint8(0b101)),
+        "support": jnp.where(mask[..., None], rollout.support, jnp.uint8(0b100)),
     }
 
 
