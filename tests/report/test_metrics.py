@@ -23,6 +23,7 @@ REQUIRED = [
     "mismatch/log_ratio_max_abs",
     "mismatch/log_ratio_sd",
     "mismatch/bitwise_equal_fraction",
+    "mismatch/recorded_logp_error",
     "correction/sequence_keep_fraction",
     "correction/token_keep_fraction",
     "correction/ratio_raw_mean",
