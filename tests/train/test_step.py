@@ -103,10 +103,23 @@ def test_accumulated_microbatches_are_the_whole_batch(model, batch, loss):
     # Plain gradient descent at rate 1: the parameters move by the gradient itself.
     optimizer = optax.sgd(1.0)
     state = init_state(nnx.state(model), optimizer)
-    whole, metrics = jitted_update(model, optimizer, loss)(state, batch)
+    step = jitted_update(model, optimizer, loss)
+    whole, metrics = step(state, batch)
     moved = [np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(
         jax.tree.leaves(whole.params), jax.tree.leaves(state.params), strict=True)]  # fmt: skip
     assert min(moved) > 1e-4
+    # The step taken is the gradient of the reported loss: along it, the loss changes by its squared norm.
+    gradient = jax.tree.map(lambda a, b: a - b, state.params, whole.params)
+    square = sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient))
+
+    def loss_at(h: float) -> float:
+        params = jax.tree.map(lambda p, g: p + h * g, state.params, gradient)
+        total, count = values(step(dataclasses.replace(state, params=params), batch)[1])["optim/loss"]
+        return total / count
+
+    # Float32 losses near 1 are off by 1e-7: over 2h = 1e-3 that is 1e-4, of slopes near 5. Curvature cancels.
+    assert (loss_at(5e-4) - loss_at(-5e-4)) / 1e-3 == pytest.approx(square, rel=5e-3)
+    assert values(metrics)["grad_norm"][0] == pytest.approx(square**0.5, rel=1e-5)
     accumulated, sums = jitted_update(model, optimizer, loss, microbatches=4)(state, batch)
     for a, b in zip(jax.tree.leaves(accumulated), jax.tree.leaves(whole), strict=True):
         # Gradients of size 0.1 to 1; float32 sums of 21 tokens in another order differ in the last bits.

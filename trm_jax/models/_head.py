@@ -116,8 +116,6 @@ def head_token_logps(
             entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
             return jnp.take_along_axis(logps, y[:, None], axis=-1)[:, 0], entropy
         kept = jnp.unpackbits(bits, axis=-1, count=logps.shape[-1], bitorder="little").astype(bool)
-        # Rows that pad the last tile keep nothing: let them keep everything, or their NaN reaches the head's gradient.
-        kept |= ~jnp.any(kept, axis=-1, keepdims=True)
         logps = jax.lax.optimization_barrier(_restrict(logps, kept))
         finite = jnp.where(kept, logps, 0.0)
         entropy = -jnp.sum(jnp.exp(finite) * finite, axis=-1)
