@@ -92,7 +92,8 @@ def logits_divergence(
     both = in_policy & in_rollout
     # NaN logits compare False and must still reach the result.
     both = both | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
-    raw = jnp.where(both, policy_logits - rollout_logits, 0.0)
+    # Equal logits differ by exactly 0, also where the compiler turns a/T - b/T into a fused multiply-add.
+    raw = jnp.where(both & (policy_logits != rollout_logits), policy_logits - rollout_logits, 0.0)
 
     top = jnp.argmax(jnp.where(both, weight, -1.0), axis=-1)
     shift = jnp.where(take_token(both, tokens), take_token(raw, tokens), take_token(raw, top))
