@@ -67,6 +67,7 @@ def test_sigkill_in_the_middle_of_a_checkpoint_loses_nothing(program, uninterrup
     assert any(row.get("rollout/staleness_mean", 0) == 2 for row in rows)
 
 
+@pytest.mark.slow
 def test_sigint_ends_after_the_step_and_resume_completes(program, uninterrupted, same_run, folder, name):
     root = folder / name
     code, out, err = program.run("train", "tiny.toml", f"directory={name}", "--signal=SIGINT@arms@3")

@@ -33,6 +33,8 @@ from trm_jax.types import CorrectedBatch, RolloutBatch, ScoredBatch
 
 __all__ = ["NonFiniteError", "RunOutcome", "TrainRun"]
 
+_SAMPLES = 8  # responses kept as text beside a checkpoint, one a prompt
+
 Pairs = dict[str, tuple[Array, Array]]
 
 
@@ -134,6 +136,7 @@ class TrainRun:
         self._evaluator = Evaluator(experiment, config) if config.eval.prompts else None
         self._checkpoints = Checkpointer(directory / "checkpoints", keep=config.checkpoint.keep, report=note)
         self._step = 0
+        self._samples: list[dict[str, object]] = []
         self._accuracy_start = self._accuracy = float("nan")
 
     @property
@@ -166,8 +169,9 @@ class TrainRun:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint of everything that the rest of the run depends on."""
+        """Writes a checkpoint of all that the rest of the run depends on, and a few samples to read beside it."""
         held = self._lag.held
+        self._write_samples()
         self._checkpoints.save(
             self._step,
             {"state": self._state, "held": [params for _, params in held]},
@@ -179,6 +183,15 @@ class TrainRun:
                 "config": dataclasses.asdict(self._config),
             },
         )
+
+    def _write_samples(self) -> None:
+        """``samples/step<N>.json``: the newest step's first responses as text, with their rewards."""
+        path = self._directory / "samples" / f"step{self._step:08d}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self._samples, indent=1, ensure_ascii=False), encoding="utf-8")
+        except OSError as error:
+            self._note(f"could not write {path}: {error.strerror}; the run goes on.")
 
     def run(
         self,
@@ -243,6 +256,10 @@ class TrainRun:
         texts = decode_responses(self._experiment, rollout.response_tokens, rollout.response_mask)
         repeated = [problem for problem in problems for _ in range(samples)]
         rewards = np.asarray(self._experiment.score(repeated, texts), np.float32)
+        self._samples = [
+            {"prompt": problem.prompt, "response": text, "reference": problem.reference, "reward": float(reward)}
+            for problem, text, reward in zip(repeated, texts, rewards, strict=True)
+        ][:: max(samples, len(texts) // _SAMPLES)]
         sampled = time.perf_counter()
 
         rollout = jax.device_put(rollout, self._rows)
