@@ -51,6 +51,7 @@ def tiny(directory: str) -> dict[str, Any]:
         "directory": directory,
         "steps": 5,
         "model": {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16},
+        "correction": {"preset": "none"},
         "warmstart": {"steps": 4, "batch_size": 4, "warmup_steps": 1},
         "rollout": {
             "prompts_per_step": 2,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trm_jax.correction import preset
+from trm_jax.correction import CorrectionConfig, preset
 from trm_jax.train import RunConfig, TrainConfig, build, describe_options, load_config
 from trm_jax.train.load import parse_override
 
@@ -277,3 +277,13 @@ def test_options_describe_every_field_and_a_default_config_can_be_made_of_them()
     assert by_key["optimizer.learning_rate"] == ("float", "0.0002")
     assert by_key["loss.kind"] == ("clipped | masked", "'clipped'")
     assert by_key["correction.max_k2"] == ("float | None", "0.5")
+
+
+def test_the_default_correction_is_a_trust_region_and_thresholds_alone_adjust_it(tmp_path: Path) -> None:
+    trust_region = preset("trm_combined")
+    assert TrainConfig().correction == trust_region
+    path = tmp_path / "run.toml"
+    path.write_text("steps = 1\n[correction]\nmax_token_kl = 0.9\n")
+    assert load_config(path).arms[0].train.correction == dataclasses.replace(trust_region, max_token_kl=0.9)
+    path.write_text('steps = 1\n[correction]\nweight = "cis"\n')
+    assert load_config(path).arms[0].train.correction == CorrectionConfig(weight="cis")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from trm_jax.correction import CorrectionConfig
+from trm_jax.correction import CorrectionConfig, preset
 from trm_jax.rollout import RolloutNumerics
 
 __all__ = [
@@ -23,6 +23,10 @@ __all__ = [
     "TrainConfig",
     "WarmstartConfig",
 ]
+
+
+DEFAULT_CORRECTION = "trm_combined"
+"""A trust region on the largest and the mean full-vocabulary KL of every sequence."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -322,7 +326,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     warmstart: WarmstartConfig = WarmstartConfig()
     rollout: RolloutConfig = RolloutConfig()
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: CorrectionConfig = preset(DEFAULT_CORRECTION)
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()

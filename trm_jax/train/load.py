@@ -17,7 +17,7 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn
 
 from trm_jax.correction import CorrectionConfig, preset
-from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
+from trm_jax.train.config import DEFAULT_CORRECTION, ArmConfig, RunConfig, TrainConfig
 
 __all__ = ["build", "describe_options", "load_config", "parse_override"]
 
@@ -176,11 +176,14 @@ def _train_config(tree: Mapping[str, Any], where: str) -> TrainConfig:
 
 
 def _expand_preset(table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A named correction's own values, under those given beside its name."""
+    """A named correction's own values, under those given beside its name.
+
+    Thresholds alone adjust the default correction; masks or a weight without a name make a correction of their own.
+    """
     values = dict(table)
-    if "preset" not in values:
+    if "preset" not in values and {"masks", "weight"} & set(values):
         return values
-    name = _structured(values.pop("preset"), str, _dot(where, "preset"))
+    name = _structured(values.pop("preset", DEFAULT_CORRECTION), str, _dot(where, "preset"))
     try:
         return {**dataclasses.asdict(preset(name)), **values}
     except ValueError as error:
@@ -285,7 +288,14 @@ def describe_options() -> list[tuple[str, str, str, str]]:
                 rows.append((key, _type_name(hints[field.name]), repr(value), meanings.get(field.name, "")))
 
     visit(TrainConfig, TrainConfig(), "")
-    rows.append(("correction.preset", "str", "", "start from a named correction, e.g. 'trm_combined + cis'"))
+    rows.append(
+        (
+            "correction.preset",
+            "str",
+            repr(DEFAULT_CORRECTION),
+            "start from a named correction, e.g. 'trm_combined + cis'",
+        )
+    )
     return rows
 
 
