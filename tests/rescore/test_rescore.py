@@ -67,7 +67,7 @@ def test_without_states_there_is_no_divergence_and_no_check(tools):
     assert scored.token_kl is None
     assert scored.token_tv is None
     assert scored.rollout_entropy is None
-    assert scored.policy_entropy is not None
+    assert scored.policy_entropy.shape == scored.proximal_logps.shape
     assert checks == {}
 
 
