@@ -15,6 +15,7 @@ REQUIRED = [
     "reward/mean",
     "reward/solved_groups",
     "accuracy/heldout",
+    "accuracy/validation",
     "mismatch/ppl_gap",
     "mismatch/token_kl_mean",
     "mismatch/token_kl_max",

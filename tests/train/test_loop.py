@@ -33,7 +33,7 @@ def test_held_weights_are_the_last_versions_and_stay_alive(make_config, make_run
     records = go(run)
     final = int(records[-1]["version"])
     assert final >= 4  # two minibatches a step, some of them without advantage
-    held = run._lag.held
+    held = run._sampler.held
     assert [version for version, _ in held] == [final - 2, final - 1, final]
     leaves = [jax.tree.leaves(params) for _, params in held]
     assert not any(leaf.is_deleted() for group in leaves for leaf in group)
@@ -72,13 +72,13 @@ def test_a_reward_that_is_not_a_number_is_named_and_ends_the_run(make_config, ma
 
 def test_a_gradient_that_is_not_finite_stops_the_run_with_evidence(make_config, make_run, tmp_path):
     run = make_run(make_config(NO_EVALUATION))
-    proper = run._advantages
+    proper = run._programs.advantages
 
     def advantages(rewards, groups, **options):
         out = proper(rewards, groups, **options)
         return out.at[1].set(jnp.nan) if run.step == 2 else out  # row 1 stands in the second minibatch
 
-    run._advantages = advantages
+    run._programs = dataclasses.replace(run._programs, advantages=advantages)
     words = r"step 3: the loss or its gradient is not finite\. This update was not made; .* checkpoint is step 2\."
     with pytest.raises(NonFiniteError, match=words) as caught:
         go(run)

@@ -86,6 +86,13 @@ _ALL = (
         "Share of held-out problems answered correctly; measured at evaluation steps only.",
     ),
     _metric(
+        "accuracy/validation",
+        "validation accuracy",
+        "fraction",
+        "mean",
+        "Share of the validation problems answered correctly in the warm start; apart from the held-out problems.",
+    ),
+    _metric(
         "mismatch/ppl_gap",
         "PPL gap",
         "nats/token",

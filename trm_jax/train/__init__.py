@@ -7,14 +7,14 @@ from trm_jax.train.checkpoint import Checkpointer as Checkpointer
 from trm_jax.train.checkpoint import CheckpointError as CheckpointError
 from trm_jax.train.config import RunConfig as RunConfig
 from trm_jax.train.config import TrainConfig as TrainConfig
+from trm_jax.train.evidence import NonFiniteError as NonFiniteError
 from trm_jax.train.experiment import Experiment as Experiment
 from trm_jax.train.experiment import check_experiment as check_experiment
 from trm_jax.train.experiment import open_experiment as open_experiment
 from trm_jax.train.load import build as build
-from trm_jax.train.load import describe_options as describe_options
 from trm_jax.train.load import load_config as load_config
-from trm_jax.train.loop import NonFiniteError as NonFiniteError
 from trm_jax.train.loop import TrainRun as TrainRun
+from trm_jax.train.options import describe_options as describe_options
 from trm_jax.train.state import TrainState as TrainState
 from trm_jax.train.state import init_state as init_state
 from trm_jax.train.state import make_optimizer as make_optimizer

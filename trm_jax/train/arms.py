@@ -27,8 +27,9 @@ from trm_jax.report import (
 from trm_jax.report.writers import write_atomically
 from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
+from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import check_experiment, open_experiment
-from trm_jax.train.loop import NonFiniteError, RunOutcome, TrainRun
+from trm_jax.train.loop import RunOutcome, TrainRun
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
 __all__ = ["Interrupted", "check_arms", "run_experiment"]

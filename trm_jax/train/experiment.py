@@ -36,6 +36,7 @@ class Experiment:
 
     train: problems to learn from.
     test: held-out problems; no prompt of ``train`` is among them.
+    validation: held-out problems apart from those of ``test``; empty unless the warm start ends by them.
     reward: scores a response's text, in [0, 1].
     tokenizer: text to ids and back.
     model: the policy with its initial weights.
@@ -46,6 +47,7 @@ class Experiment:
     reward: RewardFunction | MathVerifier
     tokenizer: Tokenizer
     model: Transformer
+    validation: Sequence[Problem] = ()
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         """Rewards ``[N]`` float32 of responses to problems."""
@@ -107,9 +109,12 @@ def _generated(config: TrainConfig) -> Experiment:
     """A procedurally generated task and a small policy over the task's own characters."""
     options, task = config.task, _task(config)
     tokenizer = task.tokenizer()
+    tested, wanted = config.eval.prompts, config.eval.prompts + config.warmstart.validation
+    held = task.test(wanted) if wanted else ()
     return Experiment(
         train=task.train(options.train_size),
-        test=task.test(config.eval.prompts) if config.eval.prompts else (),
+        test=held[:tested],
+        validation=held[tested:],
         reward=task,
         tokenizer=tokenizer,
         model=_scratch(config, tokenizer.vocab_size),
@@ -130,6 +135,12 @@ def _word_problems(config: TrainConfig) -> tuple[list[Problem], list[Problem]]:
         raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
     if config.eval.prompts and not test:
         raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
+    wanted = config.eval.prompts + config.warmstart.validation
+    if config.warmstart.validation and len(test) < wanted:
+        raise ValueError(
+            f"warmstart.target_accuracy needs {wanted} held-out problems, eval.prompts + warmstart.validation_prompts; "
+            f"there are {len(test)}. Lower warmstart.validation_prompts, or set warmstart.target_accuracy=0."
+        )
     return train, test
 
 
@@ -156,7 +167,15 @@ def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
             print(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
     else:
         _refuse_long_prompts([*train, *test[: config.eval.prompts]], tokenizer, limit)
-    return Experiment(train=train, test=test[: config.eval.prompts], reward=verifier, tokenizer=tokenizer, model=model)
+    tested = config.eval.prompts
+    return Experiment(
+        train=train,
+        test=test[:tested],
+        validation=test[tested : tested + config.warmstart.validation],
+        reward=verifier,
+        tokenizer=tokenizer,
+        model=model,
+    )
 
 
 def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int) -> None:

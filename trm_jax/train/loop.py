@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import resource
 import time
 from collections.abc import Callable
@@ -18,28 +16,22 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from trm_jax import correction, losses
-from trm_jax.data import Problem, Stream, encode_prompts, prompt_stream
-from trm_jax.rescore import rescore
-from trm_jax.rollout import EngineConfig, InProcessEngine, SamplingConfig, WeightLag
 from trm_jax.train.checkpoint import Checkpointer
 from trm_jax.train.config import TrainConfig
-from trm_jax.train.evaluate import Evaluator, decode_responses
-from trm_jax.train.experiment import Experiment, training_compute
-from trm_jax.train.measure import batch_pairs, to_record
+from trm_jax.train.evaluate import Evaluator
+from trm_jax.train.evidence import NonFiniteError, skip_reason, write_evidence, write_samples
+from trm_jax.train.experiment import Experiment
+from trm_jax.train.measure import to_record
+from trm_jax.train.programs import compile_programs, minibatch
+from trm_jax.train.sampling import Sampled, Sampler
 from trm_jax.train.state import TrainState, init_state, make_optimizer, make_schedule, state_shardings
-from trm_jax.train.step import UpdateBatch, make_update
-from trm_jax.types import CorrectedBatch, RolloutBatch, ScoredBatch
+from trm_jax.train.step import UpdateBatch
 
-__all__ = ["NonFiniteError", "RunOutcome", "TrainRun"]
+__all__ = ["RunOutcome", "TrainRun"]
 
 _SAMPLES = 8  # responses kept as text beside a checkpoint, one a prompt
 
 Pairs = dict[str, tuple[Array, Array]]
-
-
-class NonFiniteError(RuntimeError):
-    """Log-probs, loss or gradient were not finite; the batch is on disk and the weights are those before its update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,60 +75,18 @@ class TrainRun:
         note: Callable[[str], None] = print,
     ) -> None:
         self._experiment, self._config, self._directory, self._note = experiment, config, directory, note
-        rollout, loss = config.rollout, config.loss
-        graphdef = experiment.graphdef
-        compute = training_compute(config.model)
-        per_update = rollout.rows // loss.minibatches
-        micro = loss.microbatch_rows or per_update
-        self._schedule = make_schedule(config.optimizer, config.steps * loss.minibatches)
+        self._schedule = make_schedule(config.optimizer, config.steps * config.loss.minibatches)
         optimizer = make_optimizer(config.optimizer, self._schedule)
         state = init_state(jax.tree.map(jnp.copy, params), optimizer)
         shardings = state_shardings(state, optimizer, mesh)
         self._state: TrainState = jax.device_put(state, shardings)
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
-        self._update = jax.jit(
-            make_update(
-                graphdef,
-                optimizer,
-                loss,
-                compute=compute,
-                microbatches=per_update // micro,
-                remat=config.model.remat,
-            ),
-            donate_argnums=0,
-            out_shardings=(shardings, None),
-        )
-        self._score = jax.jit(
-            functools.partial(
-                _score, graphdef=graphdef, config=config.correction, compute=compute, microbatches=rollout.rows // micro
-            )
-        )
-        self._advantages = jax.jit(
-            functools.partial(losses.group_advantages, normalize=loss.advantage, scope=loss.advantage_scope)
-        )
-        self._engine = InProcessEngine(
-            experiment.model,
-            EngineConfig(
-                slots=rollout.slots,
-                max_prompt_length=rollout.max_prompt_length,
-                max_response_length=rollout.max_response_length,
-                prefill_rows=rollout.prefill_rows,
-                decode_chunk=rollout.decode_chunk,
-            ),
-            numerics=rollout.numerics,
-            sampling=SamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p),
-            eos_ids=experiment.tokenizer.eos_ids,
-            record_hidden=rollout.record_hidden,
-        )
-        self._lag = WeightLag(rollout.lag)
-        self._lag.push(0, jax.tree.map(jnp.copy, self._state.params))
-        self._stream: Stream[list[Problem]] = prompt_stream(
-            experiment.train, prompts_per_step=rollout.prompts_per_step, seed=config.seed
-        )
-        self._evaluator = Evaluator(experiment, config) if config.eval.prompts else None
+        self._programs = compile_programs(experiment.graphdef, optimizer, shardings, config)
+        self._sampler = Sampler(experiment, config, self._state.params)
+        self._evaluator = Evaluator(experiment, experiment.test, config) if config.eval.prompts else None
         self._checkpoints = Checkpointer(directory / "checkpoints", keep=config.checkpoint.keep, report=note)
         self._step = 0
-        self._samples: list[dict[str, object]] = []
+        self._sampled: Sampled | None = None
         self._accuracy_start = self._accuracy = float("nan")
 
     @property
@@ -161,37 +111,26 @@ class TrainRun:
             return False
         self._step, arrays, saved = restored
         self._state = arrays["state"]
-        self._lag = WeightLag(self._config.rollout.lag)
-        for version, held in zip(saved["held_versions"], arrays["held"], strict=True):
-            self._lag.push(version, held)
-        self._stream.set_state(saved["stream"])
+        self._sampler.set_state(saved, arrays["held"])
         self._accuracy_start, self._accuracy = saved["accuracy_start"], saved["accuracy"]
         return True
 
     def save(self) -> None:
         """Writes a checkpoint of all that the rest of the run depends on, and a few samples to read beside it."""
-        held = self._lag.held
-        self._write_samples()
+        if self._sampled is not None:
+            fault = write_samples(self._directory, self._step, self._sampled.as_text(_SAMPLES))
+            if fault:
+                self._note(fault)
         self._checkpoints.save(
             self._step,
-            {"state": self._state, "held": [params for _, params in held]},
+            {"state": self._state, "held": [params for _, params in self._sampler.held]},
             {
-                "held_versions": [version for version, _ in held],
-                "stream": self._stream.get_state(),
+                **self._sampler.get_state(),
                 "accuracy_start": self._accuracy_start,
                 "accuracy": self._accuracy,
                 "config": dataclasses.asdict(self._config),
             },
         )
-
-    def _write_samples(self) -> None:
-        """``samples/step<N>.json``: the newest step's first responses as text, with their rewards."""
-        path = self._directory / "samples" / f"step{self._step:08d}.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self._samples, indent=1, ensure_ascii=False), encoding="utf-8")
-        except OSError as error:
-            self._note(f"could not write {path}: {error.strerror}; the run goes on.")
 
     def run(
         self,
@@ -238,108 +177,67 @@ class TrainRun:
         )
 
     def _train_step(self) -> dict[str, float | str]:
-        config, began = self._config, time.perf_counter()
-        problems = next(self._stream)
-        samples = config.rollout.samples_per_prompt
-        prompts = encode_prompts(
-            problems,
-            self._experiment.tokenizer,
-            max_prompt_length=config.rollout.max_prompt_length,
-            samples_per_prompt=samples,
-            seed=config.seed,
-            step=self._step,
-        )
-        version, weights = self._lag.oldest
-        if self._engine.version != version:
-            self._engine.update_weights(version, weights)
-        rollout = jax.block_until_ready(self._engine.generate(prompts))
-        texts = decode_responses(self._experiment, rollout.response_tokens, rollout.response_mask)
-        repeated = [problem for problem in problems for _ in range(samples)]
-        rewards = np.asarray(self._experiment.score(repeated, texts), np.float32)
-        self._samples = [
-            {"prompt": problem.prompt, "response": text, "reference": problem.reference, "reward": float(reward)}
-            for problem, text, reward in zip(repeated, texts, rewards, strict=True)
-        ][:: max(samples, len(texts) // _SAMPLES)]
-        sampled = time.perf_counter()
-
-        rollout = jax.device_put(rollout, self._rows)
-        head = self._engine.head_matrix() if config.rollout.record_hidden else None
-        scored, corrected, pairs = jax.block_until_ready(self._score(self._state.params, rollout, head))
-        refused, rows = corrected.metrics["rejected/non_finite"]
-        if 0 < float(rows) <= float(refused):
-            self._stop_nonfinite("a log-prob in every sequence", {"rollout": rollout, "scored": scored}, rewards, texts)
-        # The hidden states have served; the update need not move them.
-        rollout = dataclasses.replace(rollout, hidden=None)
-        advantages = self._advantages(jnp.asarray(rewards), rollout.group_ids, sequence_keep=corrected.sequence_keep)
+        """Sample, score, correct, learn; the state and the lag move, everything else is in the record."""
+        began, before = time.perf_counter(), int(self._state.version)
+        sampled = self._sampled = self._sampler.sample(self._step)
+        rolled = time.perf_counter()
+        batch, pairs = self._rescore(sampled)
         rescored = time.perf_counter()
-
-        batch = UpdateBatch(rollout=rollout, scored=scored, corrected=corrected, advantages=advantages)
-        before = int(self._state.version)
-        totals: list[dict[str, tuple[np.ndarray, np.ndarray]]] = []
-        for index in range(config.loss.minibatches):
-            part = batch if config.loss.minibatches == 1 else _minibatch(batch, index, config.loss.minibatches)
-            self._state, metrics = self._update(self._state, part)
-            totals.append(jax.device_get(metrics))
-            if totals[-1]["nonfinite"][0] > 0:
-                self._stop_nonfinite("the loss or its gradient", part, rewards, texts)
-            if not totals[-1]["skipped"][0]:
-                self._lag.push(int(self._state.version), jax.tree.map(jnp.copy, self._state.params))
+        totals = self._learn(batch, sampled)
         ended = time.perf_counter()
         self._step += 1
-
-        tokens = int(np.asarray(rollout.response_mask).sum())
-        solved = rewards.reshape(-1, samples).max(axis=1) >= 1.0
-        record: dict[str, float | str] = {**to_record(jax.device_get(pairs), totals)}
-        record |= {
+        record: dict[str, float | str] = {
+            **to_record(jax.device_get(pairs), totals),
             "step": self._step,
             "version": int(self._state.version),
             "stage": "rl",
-            "reward/mean": float(rewards.mean()),
-            "reward/solved_groups": float(solved.mean()),
+            "reward/mean": float(sampled.rewards.mean()),
+            "reward/solved_groups": float((sampled.by_group.max(axis=1) >= 1.0).mean()),
             "optim/learning_rate": float(self._schedule(before)),
-            "rollout/staleness_mean": float(before - version),
-            "time/rollout_s": sampled - began,
-            "time/rescore_s": rescored - sampled,
+            "rollout/staleness_mean": float(before - self._sampler.version),
+            "time/rollout_s": rolled - began,
+            "time/rescore_s": rescored - rolled,
             "time/update_s": ended - rescored,
-            "time/tokens_per_s": tokens / (ended - began),
+            "time/tokens_per_s": int(np.asarray(sampled.rollout.response_mask).sum()) / (ended - began),
             "memory/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
-        self._explain_skip(record, rewards, corrected)
+        if record["optim/skipped"]:
+            why = skip_reason(sampled.by_group, np.asarray(batch.corrected.sequence_keep))
+            self._note(f"step {self._step}: update skipped, the optimizer is untouched: {why}.")
         return record
 
-    def _explain_skip(self, record: dict[str, float | str], rewards: np.ndarray, corrected: CorrectedBatch) -> None:
-        """Says why an update was left out."""
-        if not record["optim/skipped"]:
-            return
-        if not np.asarray(corrected.sequence_keep).any():
-            why = (
-                "the correction rejected every sequence. If this goes on, the two policies are further apart than the "
-                "mask allows: lower rollout.lag, use a finer rollout.numerics.weight_format, or raise the threshold"
-            )
-        elif (
-            np.ptp(rewards) == 0
-            or not np.ptp(rewards.reshape(-1, self._config.rollout.samples_per_prompt), axis=1).any()
-        ):
-            why = (
-                f"all rewards within every group are equal (mean {rewards.mean():.2f}), so every advantage is 0. If "
-                "this goes on, the task is too hard or too easy for the policy, or samples_per_prompt is too small"
-            )
-        else:
-            why = "every token's weight or advantage is 0"
-        self._note(f"step {self._step}: update skipped, the optimizer is untouched: {why}.")
+    def _rescore(self, sampled: Sampled) -> tuple[UpdateBatch, Pairs]:
+        """The training policy's view of the samples, the correction, and the advantages."""
+        rollout = jax.device_put(sampled.rollout, self._rows)
+        scored, corrected, pairs = self._programs.score(self._state.params, rollout, self._sampler.head())
+        refused, rows = jax.device_get(corrected.metrics["rejected/non_finite"])
+        if 0 < rows <= refused:
+            self._stop_nonfinite("a log-prob in every sequence", {"rollout": rollout, "scored": scored}, sampled)
+        advantages = self._programs.advantages(
+            jnp.asarray(sampled.rewards), rollout.group_ids, sequence_keep=corrected.sequence_keep
+        )
+        rollout = dataclasses.replace(rollout, hidden=None)  # they have served; the update need not move them
+        batch = UpdateBatch(rollout=rollout, scored=scored, corrected=corrected, advantages=advantages)
+        return jax.block_until_ready(batch), pairs
 
-    def _stop_nonfinite(self, what: str, batch: Any, rewards: np.ndarray, texts: list[str]) -> NoReturn:
+    def _learn(self, batch: UpdateBatch, sampled: Sampled) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """One update a minibatch; every version that was reached is held for the engine."""
+        totals = []
+        count = self._config.loss.minibatches
+        for index in range(count):
+            part = minibatch(batch, index, count)
+            self._state, metrics = self._programs.update(self._state, part)
+            totals.append(jax.device_get(metrics))
+            if totals[-1]["nonfinite"][0] > 0:
+                self._stop_nonfinite("the loss or its gradient", part, sampled)
+            if not totals[-1]["skipped"][0]:
+                self._sampler.push(int(self._state.version), self._state.params)
+        return totals
+
+    def _stop_nonfinite(self, what: str, batch: Any, sampled: Sampled) -> NoReturn:
         """Writes the evidence and raises."""
         path = self._directory / f"nonfinite_step{self._step + 1:08d}.npz"
-        arrays: dict[str, Any] = {
-            jax.tree_util.keystr(key, simple=True, separator="."): _readable(value)
-            for key, value in jax.tree_util.tree_leaves_with_path(batch)
-        }
-        try:
-            np.savez_compressed(path, rewards=rewards, texts=np.array(json.dumps(texts)), **arrays)
-            evidence = f"The batch is in {path}."
-        except OSError as error:
-            evidence = f"The batch could not be written to {path} ({error.strerror})."
+        evidence = write_evidence(path, batch, sampled.rewards, sampled.texts)
         saved = self._checkpoints.steps()
         last = f"the last good checkpoint is step {saved[-1]}" if saved else "no checkpoint had been written yet"
         raise NonFiniteError(
@@ -347,31 +245,3 @@ class TrainRun:
             "rewards, log-probs and weights. The same configuration would come here again: lower the learning rate or "
             "choose a correction that bounds the weights, and run in another directory (directory=PATH)."
         )
-
-
-def _readable(value: Any) -> np.ndarray:
-    """An array that ``np.load`` reads without extra packages."""
-    array = np.asarray(value)
-    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
-
-
-def _score(
-    params: nnx.State[Any, Any],
-    rollout: RolloutBatch,
-    head: Array | None,
-    *,
-    graphdef: Any,
-    config: correction.CorrectionConfig,
-    compute: Any,
-    microbatches: int,
-) -> tuple[ScoredBatch, CorrectedBatch, Pairs]:
-    scored, checks = rescore(graphdef, params, rollout, head, compute=compute, microbatches=microbatches)
-    corrected = correction.correct(scored, config)
-    return scored, corrected, {**corrected.metrics, **checks, **batch_pairs(rollout, scored)}
-
-
-def _minibatch(batch: UpdateBatch, index: int, count: int) -> UpdateBatch:
-    """Every ``count``-th row, from ``index`` on: each minibatch holds samples of every group."""
-    batch = dataclasses.replace(batch, corrected=dataclasses.replace(batch.corrected, metrics={}))
-    part: UpdateBatch = jax.tree.map(lambda x: x[index::count], batch)
-    return part

@@ -23,8 +23,9 @@ from trm_jax.data import supervised_stream
 from trm_jax.models import ComputeConfig, Transformer
 from trm_jax.train.checkpoint import Checkpointer
 from trm_jax.train.config import TrainConfig
+from trm_jax.train.evaluate import Evaluator
+from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment
-from trm_jax.train.loop import NonFiniteError
 from trm_jax.train.state import TrainState, init_state, make_optimizer, state_shardings, warmstart_schedule
 
 __all__ = ["warm_start", "warmstart_directory"]
@@ -35,6 +36,8 @@ def warmstart_directory(root: Path, config: TrainConfig) -> Path:
     model = dataclasses.replace(config.model, batch_invariant=False)
     lengths = (config.rollout.max_prompt_length, config.rollout.max_response_length)
     parts = [dataclasses.asdict(x) for x in (config.task, model, config.warmstart)]
+    if config.warmstart.validation:  # its end depends on which prompts decide it, and how they are sampled
+        parts.append(dataclasses.asdict(config.eval))
     digest = hashlib.sha256(json.dumps([parts, lengths, config.seed], sort_keys=True).encode()).hexdigest()
     return root / "warmstart" / f"seed{config.seed}-{digest[:10]}"
 
@@ -53,7 +56,7 @@ def warm_start(
 
     Args:
       experiment: problems with demonstrations, and the model.
-      config: ``config.warmstart`` says how long.
+      config: ``config.warmstart`` says how long, or how well.
       directory: its checkpoints; an interrupted warm start continues from the newest.
       mesh: devices.
       on_step: called with step and metrics.
@@ -84,12 +87,14 @@ def warm_start(
     )
     checkpoints = Checkpointer(directory / "checkpoints", report=note)
     restored = checkpoints.restore_latest(lambda _: state)
-    first = 0
+    first, ended = 0, False
     if restored is not None:
         first, state, saved = restored
+        ended = saved["ended"]
         stream.set_state(saved["stream"])
+    validator = _validator(experiment, config) if options.validation and not ended else None
     step_fn = jax.jit(_make_step(graphdef, optimizer), donate_argnums=0, out_shardings=(shardings, None))
-    for step in range(first, options.steps):
+    for step in () if ended else range(first, options.steps):
         began = time.perf_counter()
         batch = next(stream)
         state, (loss, norm) = step_fn(state, batch.tokens, batch.loss_mask)
@@ -102,14 +107,28 @@ def warm_start(
             )
         record |= {"optim/learning_rate": float(schedule(step))}
         record |= {"time/tokens_per_s": float(batch.loss_mask.sum() / (time.perf_counter() - began))}
+        ended = step + 1 == options.steps
+        if validator is not None and (ended or (step + 1) % options.check_every == 0):
+            reached = record["accuracy/validation"] = validator(state.params)
+            if ended and reached < options.target_accuracy:
+                note(f"the warm start ends at accuracy {reached:.3f}, below warmstart.target_accuracy.")
+            ended |= reached >= options.target_accuracy
         on_step(step + 1, record)
-        done, stopped = step + 1 == options.steps, should_stop()
-        if done or stopped or (step + 1) % (5 * config.checkpoint.every) == 0:
-            checkpoints.save(step + 1, state, {"stream": stream.get_state()})
-        if stopped and not done:
+        stopped = should_stop()
+        if ended or stopped or (step + 1) % (5 * config.checkpoint.every) == 0:
+            checkpoints.save(step + 1, state, {"stream": stream.get_state(), "ended": ended})
+        if ended:
+            break
+        if stopped:
             return None
     final: nnx.State[Any, Any] = state.params
     return final
+
+
+def _validator(experiment: Experiment, config: TrainConfig) -> Evaluator:
+    """In the warm start's own arithmetic, whichever arm runs it."""
+    model = dataclasses.replace(config.model, batch_invariant=False, dtype="float32")
+    return Evaluator(experiment, experiment.validation, dataclasses.replace(config, model=model))
 
 
 def _make_step(

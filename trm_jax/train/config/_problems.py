@@ -1,0 +1,64 @@
+"""Sections about the problems: where they come from, and how answers to held-out ones are graded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from trm_jax.train.config._rules import at_least, positive, require
+
+__all__ = ["EvalConfig", "TaskConfig"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is to be learnt: problems and their reward.
+
+    Attributes:
+      kind: "reasoning_gym" (procedurally generated, scored by the library) or "gsm8k" (JSONL with question and answer,
+        scored by math-verify).
+      name: for reasoning_gym, the task's name, e.g. "chain_sum"; `trm-jax tasks` lists them with what each needs.
+      params: for reasoning_gym, the task's own parameters.
+      train_size: for reasoning_gym, how many training problems are drawn.
+      test_permille: share of prompts held out from training, in thousandths (a hash of the prompt decides).
+      path: for gsm8k, the JSONL file to train on; empty takes the dozen problems that ship with the package.
+      test_path: for gsm8k, the JSONL file to evaluate on; empty evaluates on the training file's held-out share.
+      system_prompt: for gsm8k, the chat template's system message.
+      drop_long_prompts: leave out prompts above the limit (counted, aloud) instead of refusing them.
+    """
+
+    kind: Literal["reasoning_gym", "gsm8k"] = "reasoning_gym"
+    name: str = "chain_sum"
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    train_size: int = 50_000
+    test_permille: int = 100
+    path: str = ""
+    test_path: str = ""
+    system_prompt: str = "Solve the problem step by step. Put your final answer within \\boxed{}."
+    drop_long_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "train_size")
+        require(0 <= self.test_permille < 1000, f"test_permille={self.test_permille}: must lie in [0, 1000).")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Accuracy on held-out prompts, with the trainer's own arithmetic.
+
+    Attributes:
+      prompts: held-out prompts, one response each; 0 leaves evaluation out.
+      every: steps between evaluations; the first and the last step are always evaluated.
+      temperature: sampling temperature.
+      greedy: take the most likely token instead.
+    """
+
+    prompts: int = 512
+    every: int = 20
+    temperature: float = 1.0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "prompts")
+        at_least(self, 1, "every")
+        positive(self, "temperature")
