@@ -74,6 +74,16 @@ def test_every_command_has_a_help_that_names_the_essentials(capsys, command, wor
         assert word in out, out
 
 
+def test_a_command_that_there_is_not_is_named(capsys):
+    for word, hint in (("trian", "did you mean train?"), ("foo", "there are train, report")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([word])
+        assert ended.value.code == 2
+        err = capsys.readouterr().err
+        assert f"no command {word!r}" in err
+        assert hint in err
+
+
 @pytest.mark.parametrize("argv", [["trian"], ["train"], ["train", QUICKSTART, "--chek"], ["report"], []])
 def test_a_command_line_that_cannot_be_read_ends_with_status_2(capsys, argv):
     with pytest.raises(SystemExit) as ended:
@@ -98,7 +108,8 @@ def test_user_errors_are_one_line(capsys, tmp_path, monkeypatch):
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     (tmp_path / "runs" / "quickstart" / "run.json").write_text("{}")
     assert "--resume" in failure(capsys, "train", QUICKSTART)
-    assert "arm zero_mismatch: " in failure(capsys, "train", QUICKSTART, "task.name=chain_summ", "--check")
+    assert "error: task: " in failure(capsys, "train", QUICKSTART, "task.name=chain_summ", "--check")
+    assert "arm cis: task: " in failure(capsys, "train", QUICKSTART, "arms.cis.task.name=chain_summ", "--check")
 
 
 def test_check_ends_before_anything_is_written(capsys, tmp_path, monkeypatch):
@@ -150,6 +161,19 @@ def test_what_ends_a_run_is_told_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(trm_jax.train, "run_experiment", raising(KeyboardInterrupt()))
     assert cli.main(["train", QUICKSTART]) == 130
     assert capsys.readouterr().err == "trm-jax: interrupted\n"
+
+
+def test_a_failed_arm_leaves_table_and_report_and_status_1(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quickstart" / "arms").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart" / "run.json").write_text('{"title": "half done", "arms": []}')
+    failed = trm_jax.train.ArmsFailed(["arm trm, seed 0: step 3: not finite"], 6, Path("runs/quickstart/report.html"))
+    monkeypatch.setattr(trm_jax.train, "run_experiment", raising(failed))
+    assert cli.main(["train", QUICKSTART]) == 1
+    captured = capsys.readouterr()
+    assert "half done" in captured.out
+    assert "report: runs/quickstart/report.html" in captured.out
+    assert captured.err == "trm-jax: 1 of 6 runs failed: arm trm, seed 0: step 3: not finite\n"
 
 
 def test_faults_of_the_program_keep_their_traceback(monkeypatch):

@@ -66,6 +66,7 @@ TABLE: dict[str, Room] = {
         *("data", "report", "train"),
         third={"rich", "tyro"},
     ),
+    "__main__": _room("cli", third=frozenset()),
     "": _room(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", third=frozenset()),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import tyro
 __all__ = ["main"]
 
 _STOPPED = 130
+_FAILED = 1  # some runs went non-finite; the others are complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Train:
         from rich.console import Console
 
         from trm_jax.report import collect, results_table
-        from trm_jax.train import Interrupted, check_arms, load_config, run_experiment
+        from trm_jax.train import ArmsFailed, Interrupted, check_arms, load_config, run_experiment
 
         config = load_config(self.config, self.overrides)
         if self.arm:
@@ -55,14 +57,20 @@ class Train:
             check_arms(config)
             print(f"{self.config}: fine; arms {', '.join(arm.slug for arm in config.arms)}; seeds {list(config.seeds)}")
             return 0
+        failure = None
         try:
             with _StopOnSignal() as stop:
                 report = run_experiment(config, resume=self.resume, should_stop=stop)
         except Interrupted as interruption:
             print(interruption, file=sys.stderr)
             return _STOPPED
+        except ArmsFailed as error:
+            failure, report = error, error.report
         Console().print(results_table(collect(Path(config.directory))))
         print(f"report: {report}")
+        if failure is not None:
+            print(f"trm-jax: {failure}", file=sys.stderr)
+            return _FAILED
         return 0
 
 
@@ -207,6 +215,7 @@ def _parse(argv: list[str] | None) -> Train | Report | Fetch | Tasks | Options:
     """Overrides may also stand after options: ``trm-jax train FILE --resume steps=20``."""
     about = "LLM reinforcement learning when the policy that samples is not the policy that trains."
     command: Train | Report | Fetch | Tasks | Options
+    _check_command(sys.argv[1:] if argv is None else argv)
     command, rest = tyro.cli(Command, prog="trm-jax", args=argv, description=about, return_unknown_args=True)
     if isinstance(command, Train) and all("=" in text and not text.startswith("-") for text in rest):
         return dataclasses.replace(command, overrides=(*command.overrides, *rest))
@@ -215,6 +224,20 @@ def _parse(argv: list[str] | None) -> Train | Report | Fetch | Tasks | Options:
     return command
 
 
+def _check_command(argv: list[str]) -> None:
+    """Names a command that there is not; tyro would only say that one is missing."""
+    known = ("train", "report", "fetch", "tasks", "options")
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
+        close = difflib.get_close_matches(argv[0], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
+        print(f"trm-jax: error: there is no command {argv[0]!r}; {hint}", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def _is_internal(error: Exception) -> bool:
     """JAX's own errors keep their traceback; ours are sentences for the user."""
     return type(error).__module__.startswith(("jax", "jaxlib"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,16 @@ import pytest
 
 from trm_jax.models import make_mesh
 from trm_jax.report import collect
-from trm_jax.train import Interrupted, NonFiniteError, arms, build, check_experiment, run_experiment
+from trm_jax.train import (
+    ArmsFailed,
+    Interrupted,
+    NonFiniteError,
+    arms,
+    build,
+    check_arms,
+    check_experiment,
+    run_experiment,
+)
 from trm_jax.train.load import load_config
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
@@ -95,19 +104,60 @@ def test_broken_records_are_named(on_the_toy, config_of, tmp_path):
         run_experiment(config_of(), resume=True)
 
 
-def test_a_failed_run_says_how_far_it_came_and_why(on_the_toy, config_of, tmp_path, monkeypatch, capsys):
+def test_a_run_that_goes_non_finite_is_recorded_and_the_others_go_on(
+    on_the_toy, config_of, tmp_path, monkeypatch, capsys
+):
     def fail(self):
-        if self.step == 1:
-            raise NonFiniteError("step 2: the loss is not finite")
+        if self.step == 1 and self._config.rollout.lag == 1:
+            raise NonFiniteError("step 2: the loss is not finite. The batch is in broken.npz.")
         return proper(self)
 
     proper = arms.TrainRun._train_step
     monkeypatch.setattr(arms.TrainRun, "_train_step", fail)
-    with pytest.raises(NonFiniteError):
-        run_experiment(config_of())
-    held = result(tmp_path / "run")
-    assert (held["status"], held["steps"], held["reason"]) == ("failed", 1, "step 2: the loss is not finite")
+    three = {"before": {}, "broken": {"rollout": {"lag": 1}}, "after": {}}
+    with pytest.raises(ArmsFailed, match=r"1 of 3 runs failed: arm broken, seed 0: step 2: .*broken\.npz") as caught:
+        run_experiment(config_of(arms=three))
+    root = tmp_path / "run"
+    assert caught.value.report == root / "report.html"
+    held = result(root, "broken")
+    assert (held["status"], held["steps"]) == ("failed", 1)
+    assert held["reason"] == "step 2: the loss is not finite. The batch is in broken.npz."
     assert "failed: step 2" in capsys.readouterr().out
+    assert [result(root, arm)["status"] for arm in ("before", "after")] == ["complete", "complete"]
+    # The report's readers see the failure and where it came.
+    data = collect(root)
+    assert [len(arm.complete) for arm in data.arms] == [1, 0, 1]
+    assert data.arms[1].runs[0].result.reason == held["reason"]
+
+
+def test_a_warm_start_that_diverges_fails_the_arms_that_share_it_and_no_other(
+    on_the_toy, config_of, tmp_path, monkeypatch
+):
+    def diverge(experiment, train, *rest, **named):
+        if train.warmstart.corruption == 0:
+            tried.append(train.seed)
+            raise NonFiniteError("warm start, step 1: loss nan")
+        return proper(experiment, train, *rest, **named)
+
+    tried: list[int] = []
+    proper = arms.warm_start
+    monkeypatch.setattr(arms, "warm_start", diverge)
+    warm = {"steps": 1, "batch_size": 4, "warmup_steps": 1, "corruption": 0.0}
+    three = {"one": {}, "two": {}, "other": {"warmstart": {"corruption": 0.5}}}
+    with pytest.raises(ArmsFailed, match=r"2 of 3 runs failed: arm one, seed 0: warm start, .*; arm two, seed 0: warm"):
+        run_experiment(config_of(arms=three, warmstart=warm))
+    assert tried == [0]  # the second arm would diverge at the same place
+    assert [result(tmp_path / "run", arm)["status"] for arm in three] == ["failed", "failed", "complete"]
+
+
+def test_what_is_refused_before_an_arm_begins_leaves_the_directory_free(on_the_toy, config_of, tmp_path, monkeypatch):
+    def refuse(config):
+        raise ValueError("no held-out problem")
+
+    monkeypatch.setattr(arms, "open_experiment", refuse)
+    with pytest.raises(ValueError, match="no held-out problem"):
+        run_experiment(config_of())
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_a_stop_before_an_arm_opens_nothing(on_the_toy, config_of, tmp_path):
@@ -133,6 +183,10 @@ def test_what_cannot_work_is_found_before_a_directory_is_made(config_of, tmp_pat
         ("rollout.max_response_length=3", ["max_response_length", "3"]),
         ("mesh.data=16", ["data=16", "devices"]),
         ("mesh.tensor=3", ["mesh.tensor=3", "16 token ids"]),
+        ("task.params={min_terms=2.0}", ["task", "min_terms", "int", "2.0"]),
+        ("task.params={min_terms=true}", ["task", "min_terms", "int", "True"]),
+        ("task.name=composite", ["task", "mixes others"]),
+        ("task.test_permille=0", ["eval.prompts=1024", "held-out", "test_permille"]),
     ],
 )
 def test_tasks_and_lengths_that_do_not_fit(override, words):
@@ -167,6 +221,15 @@ def test_word_problems_that_cannot_be_read_are_named_by_file_and_line(make_confi
         check_experiment(make_config(WORDS | {"task.path": str(path), "task.test_permille": 0}))
     for word in words:
         assert word in str(caught.value), caught.value
+
+
+def test_a_mistake_of_all_arms_is_not_blamed_on_one(config_of):
+    two = {"one": {}, "two": {}}
+    long_enough = {"prompts_per_step": 2, "max_prompt_length": 64, "max_response_length": 64}
+    with pytest.raises(ValueError, match=r"^task: reasoning-gym has no task 'nope'"):
+        check_arms(config_of(arms=two, task={"name": "nope"}))
+    with pytest.raises(ValueError, match=r"^arm two: task: reasoning-gym has no task 'nope'"):
+        check_arms(config_of(arms={"one": {}, "two": {"task": {"name": "nope"}}}, rollout=long_enough))
 
 
 def test_a_warm_start_that_diverges_stops_with_its_step(driver, make_config, tmp_path):

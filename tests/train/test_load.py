@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from trm_jax.correction import CorrectionConfig, preset
+from trm_jax.correction._config import MaskName, WeightName
 from trm_jax.train import RunConfig, TrainConfig, build, describe_options, load_config
-from trm_jax.train.load import parse_override
+from trm_jax.train.load import _READ_BY, parse_override
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -101,6 +103,28 @@ def test_overrides_of_the_base_and_of_one_arm(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("correction.masks=trm_max", ["correction.masks", "'trm_max'", "list"]),
+        ('correction.masks=["trm_maxx"]', ["correction.masks", "trm_maxx", "trm_avg"]),
+        ("correction.weight=tiss", ["correction.weight", "tiss", "tis"]),
+    ],
+)
+def test_masks_and_weight_of_ones_own_are_checked_by_name(tmp_path, override, words):
+    message = refused(tmp_path, "", override)
+    for word in words:
+        assert word in message, message
+
+
+def test_the_table_of_what_reads_which_threshold_is_complete():
+    """Every mask and weight that has thresholds is in it, and every threshold has a reader."""
+    switches = {"masks", "weight", "numerator", "non_finite", "sentinel"}
+    thresholds = {field.name for field in dataclasses.fields(CorrectionConfig)} - switches
+    assert {name for read in _READ_BY.values() for name in read} == thresholds
+    assert set(_READ_BY) == {*get_args(MaskName), *get_args(WeightName)} - {"none"}
+
+
+@pytest.mark.parametrize(
     ("text", "keys", "value"),
     [
         ("a.b=1", ["a", "b"], 1),
@@ -150,10 +174,16 @@ def test_a_malformed_override_shows_how_it_is_written(text):
         ("task.params=3", ["task.params", "3", "table"]),
         ("arms.lagged=3", ["arms.lagged", "table"]),
         ("arms=3", ["arms"]),
-        ("correction.masks=trm_max", ["correction.masks", "'trm_max'", "list"]),
-        ('correction.masks=["trm_maxx"]', ["correction.masks", "trm_maxx", "trm_avg"]),
         ("correction.preset=nope", ["correction.preset", "nope", "trm_combined"]),
-        ("correction.max_k2=[1]", ["correction.max_k2", "[1]"]),
+        ("correction.max_token_kl=[1]", ["correction.max_token_kl", "[1]"]),
+        ("correction.max_k2=1.0", ["correction.max_k2", "read by trm_sample only"]),
+        ("correction.weight=tis", ["correction.weight", "preset='trm_max'", "joined"]),
+        ("rollout=5", ["rollout", "5", "table"]),
+        ("arms.lagged.name=warm start 2", ["arms.lagged.name", "warm start 2"]),
+        ("steps=3\nfoo=3", ["steps=3", "one line"]),
+        ("task.train_size=1000000000000000000000", ["task", "train_size", "at most 2147483647"]),
+        ("eval.prompts=1000000", ["eval", "prompts=1000000", "at most 100000"]),
+        ("warmstart.target_accuracy=1.0", ["warmstart", "target_accuracy=1.0"]),
         ("loss.kind=ppo", ["loss.kind", "ppo", "clipped", "masked"]),
         ("rollout.numerics.weight_format=int5", ["rollout.numerics.weight_format", "int5", "int4"]),
         ("steps.x=3", ["steps"]),
@@ -215,7 +245,9 @@ CONTRADICTIONS = [
     ("model.d_model=48 rollout.numerics.weight_format=int4", ["group_size=32", "48"]),
     ("rollout.numerics.quantize_head=true", ["quantize_head", "weight_format"]),
     ("rollout.record_hidden=false correction.preset=trm_max", ["record_hidden", "trm_max", "trm_sample"]),
-    ("model.batch_invariant=true rollout.top_p=0.9", ["batch_invariant", "top_p"]),
+    ("loss.kind=masked loss.aggregation=sequence_mean", ["aggregation='sequence_mean'", "kind='masked'"]),
+    ("loss.kind=masked loss.dual_clip=3.0 loss.clip_low=0.9", ["clip_low=0.9, dual_clip=3.0", "kind='clipped'"]),
+    ("eval.greedy=true eval.temperature=0.7", ["temperature=0.7", "greedy"]),
     ("model.batch_invariant=true mesh.data=2", ["batch_invariant", "one device"]),
     ("task.kind=gsm8k", ["gsm8k", "smollm2"]),
     ("model.source=smollm2", ["gsm8k", "smollm2"]),

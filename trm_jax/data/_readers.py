@@ -185,9 +185,11 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"{path} is not UTF-8 text ({error}); JSON lines or a JSON array are required") from error
     if text.lstrip().startswith("["):
         try:
-            array = json.loads(text)
+            array = json.loads(text, parse_constant=_refuse)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: line {error.lineno} is not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
         for number, record in enumerate(array):
             yield _object(record, f"{path}: record {number}")
         return
@@ -196,12 +198,18 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             continue
         place = f"{path}: line {number}"
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=_refuse)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{place} is not JSON: {error.msg} at character {error.colno}: {_shorten(line)!r}"
             ) from error
+        except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep, for Python
+            raise ValueError(f"{place} cannot be read: {error}: {_shorten(line)!r}") from error
         yield _object(record, place)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON value")
 
 
 def _object(record: Any, place: str) -> tuple[str, Mapping[str, Any]]:
@@ -229,7 +237,12 @@ def _text(record: Mapping[str, Any], columns: str, place: str) -> str:
                 f"{place}: column {column!r} holds {_shorten(repr(value))}; a text or a number is required"
             )
         parts.append(str(value))
-    return " ".join(parts)
+    text = " ".join(parts)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: column {columns!r} holds half a character (a lone surrogate)") from error
+    return text
 
 
 def _shorten(text: str) -> str:

@@ -20,6 +20,7 @@ __all__ = ["ReasoningGymTask", "reasoning_gym_task", "reasoning_gym_tasks"]
 
 _SAMPLE = 256
 _DRAWS_A_PROBLEM = 64
+_BARREN_DRAWS = 10_000  # draws without a new held-out prompt, after which there is none
 # Found by drawing from every dataset of reasoning-gym 0.1.25 in several processes.
 _UNSEEDED = ("list_functions",)
 _HASH_DEPENDENT = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -128,15 +129,21 @@ class ReasoningGymTask:
           ValueError: the task has fewer held-out prompts; the message says how many were found.
         """
         _check_size(size)
+        return self._test(size)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - a task lives as long as its run, and every arm asks for the same
+    def _test(self, size: int) -> tuple[Problem, ...]:
         found: dict[str, Problem] = {}
-        if self._test_permille:
-            draws = max(10_000, 20 * size * 1000 // self._test_permille)
-            for place in range(draws):
-                problem = self._draw(_TEST_CHUNK, place % _TEST_CHUNK, -1 - place // _TEST_CHUNK)
-                if problem.prompt not in found and held_out(problem.prompt, test_permille=self._test_permille):
-                    found[problem.prompt] = dataclasses.replace(problem, index=len(found))
-                    if len(found) == size:
-                        return tuple(found.values())
+        place, patience = 0, _BARREN_DRAWS if self._test_permille else 0
+        while patience:
+            problem = self._draw(_TEST_CHUNK, place % _TEST_CHUNK, -1 - place // _TEST_CHUNK)
+            place, patience = place + 1, patience - 1
+            if problem.prompt not in found and held_out(problem.prompt, test_permille=self._test_permille):
+                found[problem.prompt] = dataclasses.replace(problem, index=len(found))
+                if len(found) == size:
+                    return tuple(found.values())
+                # Of n equally likely prompts the last is missed by 20 n draws of them with probability e^-20.
+                patience = max(_BARREN_DRAWS, 20 * len(found) * 1000 // self._test_permille)
         raise ValueError(
             f"task {self._name!r} gave only {len(found)} different held-out prompts (test_permille="
             f"{self._test_permille}), {size} were asked for; ask for fewer, raise test_permille, or widen params "
@@ -254,14 +261,22 @@ def reasoning_gym_task(
     datasets = _factory().DATASETS
     if name not in datasets or name == "composite":
         close = difflib.get_close_matches(name, datasets, n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "reasoning_gym_tasks() lists the names"
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "`trm-jax tasks` lists the names"
+        if name == "composite":
+            hint = "it mixes others, which are not told apart here; name one of them"
         raise ValueError(f"reasoning-gym has no task {name!r}; {hint}")
     allowed = sorted(f.name for f in dataclasses.fields(datasets[name][1]) if f.name not in ("seed", "size"))
-    for key in params:
+    for key, value in params.items():
         if key in ("seed", "size"):
             raise ValueError(f"params must not name {key!r}: pass seed to reasoning_gym_task, size to train and test")
         if key not in allowed:
             raise ValueError(f"{name!r} has no parameter {key!r}; it has {', '.join(allowed)}")
+        default = getattr(datasets[name][1](), key)
+        if isinstance(default, bool | int | float | str):
+            fits = type(value) is type(default) or (type(default) is float and type(value) is int)
+            if not fits:
+                kind = type(default).__name__
+                raise ValueError(f"parameter {key!r} of {name!r} must be of type {kind}, given {value!r}")
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}")
     if not 0 <= test_permille < 1000:

@@ -1,5 +1,6 @@
 """Training: configuration, the jitted update, the loop, checkpoints, and arms over seeds."""
 
+from trm_jax.train.arms import ArmsFailed as ArmsFailed
 from trm_jax.train.arms import Interrupted as Interrupted
 from trm_jax.train.arms import check_arms as check_arms
 from trm_jax.train.arms import run_experiment as run_experiment

@@ -1,19 +1,17 @@
-"""A whole experiment: every arm for every seed, the shared warm starts, the records on disk, the report at the end."""
+"""A whole experiment: every arm for every seed, the shared warm starts, the report at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from trm_jax.models import make_mesh
 from trm_jax.report import (
@@ -24,21 +22,31 @@ from trm_jax.report import (
     TensorBoardWriter,
     write_report,
 )
-from trm_jax.report.writers import write_atomically
 from trm_jax.train.checkpoint import CheckpointError
-from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
+from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.evidence import NonFiniteError
-from trm_jax.train.experiment import check_experiment, open_experiment
-from trm_jax.train.loop import RunOutcome, TrainRun
+from trm_jax.train.experiment import Experiment, check_experiment, open_experiment
+from trm_jax.train.loop import TrainRun
+from trm_jax.train.records import RunRecords, prepare_root, withdraw_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
-__all__ = ["Interrupted", "check_arms", "run_experiment"]
-
-_WARM = "warm start"
+__all__ = ["ArmsFailed", "Interrupted", "check_arms", "run_experiment"]
 
 
 class Interrupted(RuntimeError):
     """The run was asked to stop; everything up to there is saved."""
+
+
+class ArmsFailed(RuntimeError):
+    """Some runs went non-finite; all others are complete, and the report has been written.
+
+    Attributes:
+      report: its path.
+    """
+
+    def __init__(self, failures: Sequence[str], total: int, report: Path) -> None:
+        super().__init__(f"{len(failures)} of {total} runs failed: " + "; ".join(failures))
+        self.report = report
 
 
 def run_experiment(
@@ -49,6 +57,9 @@ def run_experiment(
     command: Sequence[str] | None = None,
 ) -> Path:
     """Runs every arm for every seed and writes the report.
+
+    A run whose loss, gradient or log-probs are not finite is recorded as failed, with its reason and the batch that
+    broke, and the others go on.
 
     Args:
       config: what to run.
@@ -63,32 +74,41 @@ def run_experiment(
     Raises:
       ValueError: a directory that holds another run (without ``resume``), or anything a configuration check finds.
       Interrupted: stopped on request; the report of what is there has been written.
-      NonFiniteError: one run's loss or gradient was not finite.
+      CheckpointError: a checkpoint could not be written or read; the report has been written.
+      ArmsFailed: at the end, when a run went non-finite.
     """
     check_arms(config)
-    root = _prepare(config, resume=resume, command=sys.argv if command is None else command)
+    root = prepare_root(config, resume=resume, command=sys.argv if command is None else command)
     runs = [(arm, dataclasses.replace(arm.train, seed=seed)) for seed in config.seeds for arm in config.arms]
-    plan = []
-    for seed in config.seeds:
-        warm = [train for arm, train in runs if train.seed == seed and train.warmstart.steps]
-        directories = dict.fromkeys(warmstart_directory(root, train) for train in warm)
-        for index, directory in enumerate(directories):
-            train = next(t for t in warm if warmstart_directory(root, t) == directory)
-            name = _WARM if len(directories) == 1 else f"{_WARM} {index + 1}"
-            plan.append((PlannedRun(arm=name, seed=seed, steps=train.warmstart.steps, stage="warmstart"), directory))
-    names = {(item.seed, directory): item.arm for item, directory in plan}
-    planned = [item for item, _ in plan] + [PlannedRun(arm=arm.name, seed=t.seed, steps=t.steps) for arm, t in runs]
+    warm_names = _name_warm_starts(root, [train for _, train in runs])
+    planned = [
+        PlannedRun(arm=name, seed=train.seed, steps=train.warmstart.steps, stage="warmstart")
+        for name, train in warm_names.values()
+    ]
+    planned += [PlannedRun(arm=arm.name, seed=train.seed, steps=train.steps) for arm, train in runs]
+    failures: list[str] = []
+    broken: dict[Path, str] = {}  # warm starts that diverged: the other arms that share one would diverge there again
     try:
         with ConsoleProgress(runs=planned) as progress:
             for arm, train in runs:
                 if should_stop():
                     raise Interrupted(f"stopped before arm {arm.name!r}, seed {train.seed}; continue with --resume.")
-                warm_name = names.get((train.seed, warmstart_directory(root, train)), _WARM)
-                _run_arm(arm, train, root, progress, should_stop, warm_name=warm_name)
-    except (Interrupted, NonFiniteError, CheckpointError):
+                place = warmstart_directory(root, train)
+                run = _ArmRun(arm, train, root, progress, should_stop)
+                try:
+                    run(place, warm_names[place][0] if place in warm_names else "", broken)
+                except NonFiniteError as error:
+                    failures.append(f"arm {arm.slug}, seed {train.seed}: {error}")
+    except (Interrupted, CheckpointError):
         write_report(root)
         raise
-    return write_report(root)
+    except ValueError:
+        withdraw_root(root)
+        raise
+    report = write_report(root)
+    if failures:
+        raise ArmsFailed(failures, len(runs), report)
+    return report
 
 
 def check_arms(config: RunConfig) -> None:
@@ -97,149 +117,121 @@ def check_arms(config: RunConfig) -> None:
     Raises:
       ValueError: naming the arm and what does not fit.
     """
+    faults: dict[str, str] = {}
     for arm in config.arms:
         try:
             check_experiment(arm.train)
         except ValueError as error:
-            raise ValueError(f"arm {arm.slug}: {error}") from error
-
-
-def _prepare(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path:
-    """Makes the run's directory, or checks that the one there is the same experiment."""
-    root = Path(config.directory)
-    description = {
-        "title": config.title,
-        "command": shlex.join(command),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "arms": [
-            {"name": arm.name, "slug": arm.slug, "description": arm.description, "role": arm.role}
-            for arm in config.arms
-        ],
-        "seeds": list(config.seeds),
-    }
-    path = root / "run.json"
-    if path.exists() and not resume:
-        raise ValueError(
-            f"directory {str(root)!r} already holds a run. Continue it with --resume, choose another with "
-            "directory=PATH, or remove it."
-        )
-    if path.exists():
-        held = _read_record(path)
-        known = {arm["slug"] for arm in held["arms"]} | {arm.slug for arm in config.arms}
-        description |= {"created": held["created"], "command": held["command"]}
-        description["seeds"] = sorted({*held["seeds"], *config.seeds})
-        extra = [arm for arm in held["arms"] if arm["slug"] in known - {arm.slug for arm in config.arms}]
-        description["arms"] = [*description["arms"], *extra]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        _write_record(path, description)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to the run directory {str(root)!r}: {error.strerror}. Choose another with directory=PATH."
-        ) from error
-    return root
-
-
-def _write_record(path: Path, record: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(record, indent=1).encode())
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON ({error}). Put a copy back, or start in another one.") from error
-    return record
-
-
-def _run_arm(
-    arm: ArmConfig,
-    train: TrainConfig,
-    root: Path,
-    progress: ConsoleProgress,
-    should_stop: Callable[[], bool],
-    *,
-    warm_name: str,
-) -> None:
-    directory = root / "arms" / arm.slug / f"seed{train.seed}"
-    result = directory / "result.json"
-    settings = json.loads(json.dumps(dataclasses.asdict(train)))
-    _check_same_settings(directory / "config.json", settings)
-    if result.exists() and _read_record(result)["status"] == "complete":
-        progress.start_run(arm.name, train.seed, first_step=train.steps)
-        progress.finish_run("complete", "done before")
+            faults[arm.slug] = str(error)
+    if not faults:
         return
-    mesh = make_mesh(train.mesh.data, train.mesh.tensor)
-    with open_experiment(train) as experiment:
-        directory.mkdir(parents=True, exist_ok=True)
-        _write_record(directory / "config.json", settings)
-        params = nnx.state(experiment.model)
+    slug, fault = next(iter(faults.items()))
+    shared = len(faults) == len(config.arms) and len(set(faults.values())) == 1
+    raise ValueError(fault if shared else f"arm {slug}: {fault}")
+
+
+def _name_warm_starts(root: Path, runs: Sequence[TrainConfig]) -> dict[Path, tuple[str, TrainConfig]]:
+    """Each warm start's directory, with a name that is its own within its seed, and the first run that begins there."""
+    first: dict[Path, TrainConfig] = {}
+    for train in runs:
         if train.warmstart.steps:
-            place = warmstart_directory(root, train)
-            started = False
-            with _writers(place, after=None) as write:
+            first.setdefault(warmstart_directory(root, train), train)
+    named: dict[Path, tuple[str, TrainConfig]] = {}
+    for place, train in first.items():
+        places = [other for other, config in first.items() if config.seed == train.seed]
+        named[place] = (WARM_START if len(places) == 1 else f"{WARM_START} {places.index(place) + 1}", train)
+    return named
 
-                def on_warm(step: int, record: dict[str, float | str]) -> None:
-                    nonlocal started
-                    if not started:
-                        progress.start_run(warm_name, train.seed, first_step=step - 1)
-                    started = True
-                    write(step, record)
-                    progress.update(step, record)
 
-                warm = warm_start(
-                    experiment, train, place, mesh, on_step=on_warm, should_stop=should_stop, note=progress.note
-                )
-            if warm is None:
-                progress.finish_run("stopped", "saved; continue with --resume")
-                raise Interrupted("stopped during the warm start; continue with --resume.")
-            params = warm
-        began = time.perf_counter()
-        run = TrainRun(experiment, train, params, directory, mesh, note=progress.note)
+@dataclasses.dataclass(frozen=True)
+class _ArmRun:
+    """One arm at one seed, from its warm start to its result."""
+
+    arm: ArmConfig
+    train: TrainConfig
+    root: Path
+    progress: ConsoleProgress
+    should_stop: Callable[[], bool]
+
+    def __call__(self, place: Path, warm_name: str, broken: dict[Path, str]) -> None:
+        arm, train, progress = self.arm, self.train, self.progress
+        records = RunRecords(self.root, arm, train)
+        if records.directory.exists():
+            records.begin()
+        if records.complete:
+            progress.start_run(arm.name, train.seed, first_step=train.steps)
+            progress.finish_run("complete", "done before")
+            return
+        mesh = make_mesh(train.mesh.data, train.mesh.tensor)
+        with open_experiment(train) as experiment:
+            records.begin()
+            params = nnx.state(experiment.model)
+            if train.warmstart.steps:
+                try:
+                    params = self._warm(experiment, mesh, place, warm_name, broken)
+                except NonFiniteError as error:
+                    broken[place] = str(error)
+                    progress.start_run(arm.name, train.seed)
+                    self._fail(records, error, 0.0, steps=0)
+            self._reinforce(experiment, mesh, params, records)
+
+    def _warm(
+        self, experiment: Experiment, mesh: Mesh, place: Path, name: str, broken: dict[Path, str]
+    ) -> nnx.State[Any, Any]:
+        if place in broken:
+            raise NonFiniteError(broken[place])
+        progress, seed, started = self.progress, self.train.seed, False
+        with _writers(place, after=None) as write:
+
+            def on_warm(step: int, record: dict[str, float | str]) -> None:
+                nonlocal started
+                if not started:
+                    progress.start_run(name, seed, first_step=step - 1)
+                started = True
+                write(step, record)
+                progress.update(step, record)
+
+            warm = warm_start(
+                experiment,
+                self.train,
+                place,
+                mesh,
+                on_step=on_warm,
+                should_stop=self.should_stop,
+                note=progress.note,
+            )
+        if warm is None:
+            progress.finish_run("stopped", "saved; continue with --resume")
+            raise Interrupted("stopped during the warm start; continue with --resume.")
+        return warm
+
+    def _reinforce(self, experiment: Experiment, mesh: Mesh, params: nnx.State[Any, Any], records: RunRecords) -> None:
+        arm, train, progress, began = self.arm, self.train, self.progress, time.perf_counter()
+        run = TrainRun(experiment, train, params, records.directory, mesh, note=progress.note)
         run.resume()
         progress.start_run(arm.name, train.seed, first_step=run.step)
-        outcome, reason = None, ""
         try:
-            with _writers(directory, after=run.step) as write:
+            with _writers(records.directory, after=run.step) as write:
 
                 def on_step(step: int, record: dict[str, float | str]) -> None:
                     write(step, record)
                     progress.update(step, record)
 
-                outcome = run.run(on_step=on_step, should_stop=should_stop)
+                outcome = run.run(on_step=on_step, should_stop=self.should_stop)
         except (NonFiniteError, CheckpointError) as error:
-            reason = str(error)
-            _write_result(result, None, "failed", reason, train, time.perf_counter() - began, steps=run.step)
-            progress.finish_run("failed", reason)
-            raise
-    reason = "" if outcome.status == "complete" else "stopped on request; continue with --resume"
-    _write_result(result, outcome, outcome.status, reason, train, time.perf_counter() - began, steps=outcome.step)
-    progress.finish_run(outcome.status, reason)
-    if outcome.status == "stopped":
-        raise Interrupted(
-            f"arm {arm.name!r}, seed {train.seed}: stopped after step {outcome.step}; continue with --resume."
-        )
+            self._fail(records, error, time.perf_counter() - began, steps=run.step)
+        reason = "" if outcome.status == "complete" else "stopped on request; continue with --resume"
+        records.end(outcome.status, reason, time.perf_counter() - began, steps=outcome.step, outcome=outcome)
+        progress.finish_run(outcome.status, reason)
+        if outcome.status == "stopped":
+            raise Interrupted(
+                f"arm {arm.name!r}, seed {train.seed}: stopped after step {outcome.step}; continue with --resume."
+            )
 
-
-def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Refuses to continue a run under another configuration."""
-    if not path.exists():
-        return
-    held = _read_record(path)
-    if held != settings:
-        keys = sorted(_differences(held, settings))
-        raise ValueError(
-            f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the same "
-            "options, or choose another directory with directory=PATH."
-        )
-
-
-def _differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in {*a, *b}:
-            yield from _differences(a.get(key), b.get(key), f"{where}.{key}" if where else key)
-    elif a != b:
-        yield where
+    def _fail(self, records: RunRecords, error: RuntimeError, seconds: float, *, steps: int) -> NoReturn:
+        records.end("failed", str(error), seconds, steps=steps)
+        self.progress.finish_run("failed", str(error))
+        raise error
 
 
 @contextlib.contextmanager
@@ -267,25 +259,3 @@ def _writers(directory: Path, *, after: int | None) -> Iterator[Callable[[int, d
         yield write
     finally:
         writer.close()
-
-
-def _write_result(
-    path: Path, outcome: RunOutcome | None, status: str, reason: str, train: TrainConfig, seconds: float, *, steps: int
-) -> None:
-    """``result.json``; the time adds up over resumptions."""
-    before = _read_record(path)["seconds"] if path.exists() else 0.0
-    nan = float("nan")
-    accuracy = {
-        "accuracy_start": nan if outcome is None else outcome.accuracy_start,
-        "accuracy_final": nan if outcome is None else outcome.accuracy_final,
-    }
-    record = {
-        "status": status,
-        "reason": reason,
-        **{name: None if value != value else value for name, value in accuracy.items()},
-        "evaluation_items": 0 if outcome is None else outcome.evaluation_items,
-        "seconds": round(before + seconds, 2),
-        "steps": steps,
-        "seed": train.seed,
-    }
-    _write_record(path, record)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from trm_jax.data import (
     reasoning_gym_task,
     score_batch,
 )
-from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, load_smollm2_model, make_mesh
+from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, find_smollm2, load_smollm2_model, make_mesh
 from trm_jax.train.config import ModelConfig, TrainConfig
 
 __all__ = ["Experiment", "check_experiment", "open_experiment"]
@@ -82,7 +84,7 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
 
 
 def check_experiment(config: TrainConfig) -> None:
-    """What ``open_experiment`` would refuse, as far as can be known in a moment: devices, data, lengths.
+    """What ``open_experiment`` would refuse, without building the policy: devices, data, lengths, held-out problems.
 
     Raises:
       ValueError: saying what does not fit.
@@ -90,31 +92,54 @@ def check_experiment(config: TrainConfig) -> None:
     make_mesh(config.mesh.data, config.mesh.tensor)
     if config.task.kind == "gsm8k":
         _word_problems(config)
+        find_smollm2(config.model.path or None)
         return
-    size, ways = _task(config).tokenizer().vocab_size, config.mesh.tensor
+    task, ways = _task(config), config.mesh.tensor
+    _held_out(task, config)
+    size = task.tokenizer().vocab_size
     if size % ways:
         raise ValueError(f"mesh.tensor={ways} must divide the {size} token ids of task {config.task.name!r}.")
 
 
 def _task(config: TrainConfig) -> ReasoningGymTask:
     options = config.task
-    task = reasoning_gym_task(options.name, params=options.params, test_permille=options.test_permille)
+    task = _named_task(options.name, json.dumps(options.params, sort_keys=True), options.test_permille)
     task.spec.check_lengths(
         max_prompt_length=config.rollout.max_prompt_length, max_response_length=config.rollout.max_response_length
     )
     return task
 
 
+@functools.lru_cache(maxsize=32)
+def _named_task(name: str, params: str, test_permille: int) -> ReasoningGymTask:
+    """One task for all arms: its held-out problems are drawn once."""
+    try:
+        return reasoning_gym_task(name, params=json.loads(params), test_permille=test_permille)
+    except ValueError as error:
+        raise ValueError(f"task: {error}") from error
+
+
+def _held_out(task: ReasoningGymTask, config: TrainConfig) -> tuple[Sequence[Problem], Sequence[Problem]]:
+    """Test and validation problems."""
+    tested, wanted = config.eval.prompts, config.eval.prompts + config.warmstart.validation
+    if not wanted:
+        return (), ()
+    try:
+        held = task.test(wanted)
+    except ValueError as error:
+        raise ValueError(f"eval.prompts={tested} and warmstart.validation_prompts: {error}") from error
+    return held[:tested], held[tested:]
+
+
 def _generated(config: TrainConfig) -> Experiment:
     """A procedurally generated task and a small policy over the task's own characters."""
     options, task = config.task, _task(config)
     tokenizer = task.tokenizer()
-    tested, wanted = config.eval.prompts, config.eval.prompts + config.warmstart.validation
-    held = task.test(wanted) if wanted else ()
+    test, validation = _held_out(task, config)
     return Experiment(
         train=task.train(options.train_size),
-        test=held[:tested],
-        validation=held[tested:],
+        test=test,
+        validation=validation,
         reward=task,
         tokenizer=tokenizer,
         model=_scratch(config, tokenizer.vocab_size),

@@ -11,12 +11,32 @@ from typing import Any, cast
 
 from trm_jax.correction import preset
 from trm_jax.train._structured import closest, dotted, structured
-from trm_jax.train.config import DEFAULT_CORRECTION, ArmConfig, RunConfig, TrainConfig
+from trm_jax.train.config import DEFAULT_CORRECTION, WARM_START, ArmConfig, RunConfig, TrainConfig
 
 __all__ = ["build", "load_config", "parse_override"]
 
 _TOP = ("title", "directory", "seeds", "arms")
 _ARM = ("name", "description", "role")
+_READ_BY = {
+    "trm_max": ("max_token_kl",),
+    "trm_avg": ("mean_token_kl",),
+    "trm_tv": ("max_token_tv",),
+    "trm_sample": ("max_k2", "mean_k3"),
+    "ln_trm": ("ln_trm_threshold", "horizon_token_kl", "horizon_token_tv"),
+    "ser": ("ser_threshold",),
+    "geometric": ("geometric_low", "geometric_high"),
+    "token_outlier": ("max_abs_log_ratio",),
+    "exact": ("exact_low", "exact_high"),
+    "tis": ("tis_cap",),
+    "icepop": ("icepop_low", "icepop_high"),
+    "kpop": ("kpop_threshold",),
+    "seq_tis": ("seq_cap",),
+    "seq_mis": ("seq_cap",),
+    "geo_mis": ("geo_mis_low", "geo_mis_high", "geo_mis_token_weight"),
+    "cis": ("cis_lambda", "cis_kappa"),
+    "cis_two_sided": ("cis_lambda", "cis_kappa"),
+}
+"""Which thresholds each mask and weight reads."""
 _ROLES = ("reference", "lag_only", "numerics_only", "uncorrected", "corrected", "")
 
 
@@ -46,7 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise ValueError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from error
-    arms = list(tree.get("arms", {"run": {}}))
+    arms = list(_arm_tables(tree))
     for override in overrides:
         keys, value = parse_override(override)
         if keys[0] == "arms" and len(keys) > 1 and keys[1] not in arms:
@@ -67,6 +87,8 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     keys = key.strip().removeprefix("--").split(".")
     if not sign or not all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in keys):
         raise ValueError(f"override {text!r}: write section.key=value, e.g. optimizer.learning_rate=1e-4")
+    if "\n" in raw or "\r" in raw:
+        raise ValueError(f"override {text!r}: one value on one line; write one override for each key.")
     try:
         return keys, tomllib.loads(f"v = {raw}")["v"]
     except tomllib.TOMLDecodeError:
@@ -77,10 +99,14 @@ def build(tree: Mapping[str, Any], *, default_title: str = "run") -> RunConfig:
     """Checks a configuration given as nested dicts (see ``load_config``)."""
     top = {key: tree[key] for key in _TOP if key in tree}
     base = {key: value for key, value in tree.items() if key not in _TOP}
-    known = (*_TOP, *(f.name for f in dataclasses.fields(TrainConfig)))
-    for key in base:
+    fields = dataclasses.fields(TrainConfig)
+    known = (*_TOP, *(field.name for field in fields))
+    sections = {field.name for field in fields if dataclasses.is_dataclass(field.default)}
+    for key, value in base.items():
         if key not in known:
             raise ValueError(f"{key}: unknown key{closest(key, known)}")
+        if key in sections and not isinstance(value, Mapping):
+            raise ValueError(f"{key}: {value!r}: must be a table.")
     title = structured(top.get("title", default_title), str, "title")
     directory = structured(top.get("directory", f"runs/{default_title}"), str, "directory")
     if "seed" in base and "seeds" in top:
@@ -90,11 +116,8 @@ def build(tree: Mapping[str, Any], *, default_title: str = "run") -> RunConfig:
         raise ValueError(f"seeds={list(seeds)}: give at least one, each once.")
     if any(not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"seeds={list(seeds)}: each must lie in [0, 2^32).")
-    tables = top.get("arms", {"run": {}})
-    if not isinstance(tables, Mapping) or not tables:
-        raise ValueError("arms: write one table an arm, [arms.SLUG].")
     arms = []
-    for slug, table in tables.items():
+    for slug, table in _arm_tables(tree).items():
         where = f"arms.{slug}"
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", slug):
             raise ValueError(f"{where}: a slug is lower-case letters, digits, '_' and '-'; it names a directory.")
@@ -118,7 +141,17 @@ def build(tree: Mapping[str, Any], *, default_title: str = "run") -> RunConfig:
     names = [arm.name for arm in arms]
     if len(set(names)) != len(names):
         raise ValueError(f"arms: two have the same name ({', '.join(names)}); tables and pictures tell them by it.")
+    for arm in arms:
+        if arm.name.startswith(WARM_START):
+            raise ValueError(f"arms.{arm.slug}.name={arm.name!r}: what precedes the arms is called so; choose another.")
     return RunConfig(title=title, directory=directory, seeds=seeds, arms=tuple(arms))
+
+
+def _arm_tables(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    tables = tree.get("arms", {"run": {}})
+    if not isinstance(tables, Mapping) or not tables:
+        raise ValueError("arms: write one table an arm, [arms.SLUG].")
+    return tables
 
 
 def _arm_section(base: Mapping[str, Any], own: Mapping[str, Any], where: str) -> Any:
@@ -164,12 +197,27 @@ def _expand_preset(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A named correction's own values, under those given beside its name.
 
     Thresholds alone adjust the default correction; masks or a weight without a name make a correction of their own.
+    A threshold that the correction does not read is refused.
     """
     values = dict(table)
-    if "preset" not in values and {"masks", "weight"} & set(values):
-        return values
-    name = structured(values.pop("preset", DEFAULT_CORRECTION), str, dotted(where, "preset"))
-    try:
-        return {**dataclasses.asdict(preset(name)), **values}
-    except ValueError as error:
-        raise ValueError(f"{dotted(where, 'preset')}: {error}") from error
+    own = sorted({"masks", "weight"} & set(values))
+    if "preset" in values and own:
+        raise ValueError(
+            f"{dotted(where, own[0])}: given beside preset={values['preset']!r}; name every part in the preset, joined "
+            "by '+', or write masks and weight without a preset."
+        )
+    if not own:
+        name = structured(values.pop("preset", DEFAULT_CORRECTION), str, dotted(where, "preset"))
+        try:
+            named = preset(name)
+        except ValueError as error:
+            raise ValueError(f"{dotted(where, 'preset')}: {error}") from error
+        values = {**dataclasses.asdict(named), **values}
+    parts = [values.get("weight", "none"), *(m for m in values.get("masks", ()) if isinstance(m, str))]
+    for key in table:
+        readers = [part for part, read in _READ_BY.items() if key in read]
+        if readers and not set(readers) & set(parts):
+            raise ValueError(
+                f"{dotted(where, key)}: read by {' and '.join(readers)} only; this correction would ignore it."
+            )
+    return values

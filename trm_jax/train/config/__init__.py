@@ -9,6 +9,7 @@ from trm_jax.train.config._policy import ModelConfig as ModelConfig
 from trm_jax.train.config._problems import EvalConfig as EvalConfig
 from trm_jax.train.config._problems import TaskConfig as TaskConfig
 from trm_jax.train.config._rollout import RolloutConfig as RolloutConfig
+from trm_jax.train.config._run import WARM_START as WARM_START
 from trm_jax.train.config._run import ArmConfig as ArmConfig
 from trm_jax.train.config._run import RunConfig as RunConfig
 from trm_jax.train.config._train import DEFAULT_CORRECTION as DEFAULT_CORRECTION

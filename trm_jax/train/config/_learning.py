@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from trm_jax.train.config._rules import at_least, positive, require
+from trm_jax.train.config._rules import at_least, at_most, positive, require
 
 __all__ = ["LossConfig", "OptimizerConfig", "WarmstartConfig"]
 
@@ -37,6 +37,7 @@ class WarmstartConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "steps", "warmup_steps")
         at_least(self, 1, "batch_size", "validation_prompts", "check_every")
+        at_most(self, 100_000, "validation_prompts")
         require(0 <= self.target_accuracy < 1, f"target_accuracy={self.target_accuracy}: must lie in [0, 1).")
         positive(self, "learning_rate")
         require(0 <= self.corruption <= 1, f"corruption={self.corruption}: must lie in [0, 1].")
@@ -82,6 +83,15 @@ class LossConfig:
         require(self.dual_clip == 0 or self.dual_clip > 1, f"dual_clip={self.dual_clip}: must be 0 (off) or above 1.")
         at_least(self, 1, "minibatches")
         at_least(self, 0, "microbatch_rows")
+        if self.kind == "masked":
+            fields = {field.name: field.default for field in dataclasses.fields(self)}
+            idle = ("clip_low", "clip_high", "dual_clip", "aggregation", "denominator")
+            changed = [f"{name}={getattr(self, name)!r}" for name in idle if getattr(self, name) != fields[name]]
+            require(
+                not changed,
+                f"{', '.join(changed)}: kind='masked' does not clip, and is the mean over all sequences of sums over "
+                "tokens; leave it out, or set kind='clipped'.",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

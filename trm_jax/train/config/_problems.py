@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from trm_jax.train.config._rules import at_least, positive, require
+from trm_jax.train.config._rules import at_least, at_most, positive, require
 
 __all__ = ["EvalConfig", "TaskConfig"]
+
+
+_MOST_PROMPTS = 100_000  # every one is generated at the start and asked at every evaluation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "train_size")
+        at_most(self, 2**31 - 1, "train_size")
         require(0 <= self.test_permille < 1000, f"test_permille={self.test_permille}: must lie in [0, 1000).")
 
 
@@ -60,5 +64,10 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "prompts")
+        at_most(self, _MOST_PROMPTS, "prompts")
+        require(
+            not self.greedy or self.temperature == 1.0,
+            f"temperature={self.temperature}: greedy=true takes the most likely token and ignores it; leave one out.",
+        )
         at_least(self, 1, "every")
         positive(self, "temperature")

@@ -32,8 +32,8 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     temperature: float = 1.0
     top_p: float = 1.0
-    max_prompt_length: int = 16
-    max_response_length: int = 16
+    max_prompt_length: int = 32
+    max_response_length: int = 34
     slots: int = 256
     prefill_rows: int = 32
     decode_chunk: int = 8

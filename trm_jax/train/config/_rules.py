@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["at_least", "positive", "require"]
+__all__ = ["at_least", "at_most", "positive", "require"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -18,6 +18,13 @@ def at_least(section: object, least: float, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         require(value >= least, f"{name}={value}: must be at least {least}.")
+
+
+def at_most(section: object, most: float, *names: str) -> None:
+    """Every named field of ``section`` is ``most`` or less."""
+    for name in names:
+        value = getattr(section, name)
+        require(value <= most, f"{name}={value}: must be at most {most}.")
 
 
 def positive(section: object, name: str) -> None:

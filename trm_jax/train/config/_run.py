@@ -6,7 +6,10 @@ import dataclasses
 
 from trm_jax.train.config._train import TrainConfig
 
-__all__ = ["ArmConfig", "RunConfig"]
+__all__ = ["WARM_START", "ArmConfig", "RunConfig"]
+
+WARM_START = "warm start"
+"""What progress calls the training before an arm."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,10 +83,6 @@ class TrainConfig:
             rollout.numerics.routing_jitter == 0 or model.n_experts > 0,
             "rollout.numerics.routing_jitter needs a mixture of experts; set model.n_experts.",
         )
-        require(
-            not (model.batch_invariant or rollout.numerics.batch_invariant) or rollout.top_p == 1,
-            "batch_invariant arithmetic is defined for top_p=1.",
-        )
 
     def _check_shapes(self) -> None:
         """The policy fits its devices, its problems and the engine's format."""

@@ -1,0 +1,140 @@
+"""The records of an experiment on disk: ``run.json``, and each run's ``config.json`` and ``result.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trm_jax.report.writers import write_atomically
+from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
+from trm_jax.train.loop import RunOutcome
+
+__all__ = ["RunRecords", "prepare_root", "read_record", "withdraw_root"]
+
+
+def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path:
+    """Makes the experiment's directory, or checks that the one there is the same experiment.
+
+    Raises:
+      ValueError: it holds a run already (without ``resume``), or cannot be written.
+    """
+    root = Path(config.directory)
+    description = {
+        "title": config.title,
+        "command": shlex.join(command),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "arms": [
+            {"name": arm.name, "slug": arm.slug, "description": arm.description, "role": arm.role}
+            for arm in config.arms
+        ],
+        "seeds": list(config.seeds),
+    }
+    path = root / "run.json"
+    if path.exists() and not resume:
+        raise ValueError(
+            f"directory {str(root)!r} already holds a run. Continue it with --resume, choose another with "
+            "directory=PATH, or remove it."
+        )
+    if path.exists():
+        held = read_record(path)
+        here = {arm.slug for arm in config.arms}
+        description |= {"created": held["created"], "command": held["command"]}
+        description["seeds"] = sorted({*held["seeds"], *config.seeds})
+        description["arms"] = [*description["arms"], *(arm for arm in held["arms"] if arm["slug"] not in here)]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _write_record(path, description)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to the run directory {str(root)!r}: {error.strerror}. Choose another with directory=PATH."
+        ) from error
+    return root
+
+
+def withdraw_root(root: Path) -> None:
+    """Takes ``run.json`` back when no arm has begun, so that a mended command is not told to resume."""
+    if not (root / "arms").exists() and not (root / "warmstart").exists():
+        (root / "run.json").unlink(missing_ok=True)
+
+
+class RunRecords:
+    """The records of one arm at one seed.
+
+    Args:
+      root: the experiment's directory.
+      arm: names the run's own directory.
+      train: its settings and seed.
+    """
+
+    def __init__(self, root: Path, arm: ArmConfig, train: TrainConfig) -> None:
+        self.directory = root / "arms" / arm.slug / f"seed{train.seed}"
+        self._train = train
+        self._settings = json.loads(json.dumps(dataclasses.asdict(train)))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run ended by itself before."""
+        path = self.directory / "result.json"
+        return path.exists() and bool(read_record(path)["status"] == "complete")
+
+    def begin(self) -> None:
+        """Writes ``config.json``.
+
+        Raises:
+          ValueError: the directory holds a run with other settings.
+        """
+        path = self.directory / "config.json"
+        if path.exists():
+            keys = sorted(_differences(read_record(path), self._settings))
+            if keys:
+                raise ValueError(
+                    f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the "
+                    "same options, or choose another directory with directory=PATH."
+                )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        _write_record(path, self._settings)
+
+    def end(self, status: str, reason: str, seconds: float, *, steps: int, outcome: RunOutcome | None = None) -> None:
+        """Writes ``result.json``; the time adds up over resumptions."""
+        path = self.directory / "result.json"
+        before = read_record(path)["seconds"] if path.exists() else 0.0
+        accuracies = (outcome.accuracy_start, outcome.accuracy_final) if outcome else (math.nan, math.nan)
+        start, final = (None if math.isnan(value) else value for value in accuracies)
+        record = {
+            "status": status,
+            "reason": reason,
+            "accuracy_start": start,
+            "accuracy_final": final,
+            "evaluation_items": outcome.evaluation_items if outcome else 0,
+            "seconds": round(before + seconds, 2),
+            "steps": steps,
+            "seed": self._train.seed,
+        }
+        _write_record(path, record)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """One of these records; a ValueError names the file that is not JSON."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON ({error}). Put a copy back, or start in another one.") from error
+    return record
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(record, indent=1).encode())
+
+
+def _differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in {*a, *b}:
+            yield from _differences(a.get(key), b.get(key), f"{where}.{key}" if where else key)
+    elif a != b:
+        yield where
