@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from trm_jax.models import make_mesh
@@ -17,8 +19,10 @@ from trm_jax.train import (
     build,
     check_arms,
     check_experiment,
+    open_experiment,
     run_experiment,
 )
+from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.load import load_config
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
@@ -230,6 +234,93 @@ def test_a_mistake_of_all_arms_is_not_blamed_on_one(config_of):
         check_arms(config_of(arms=two, task={"name": "nope"}))
     with pytest.raises(ValueError, match=r"^arm two: task: reasoning-gym has no task 'nope'"):
         check_arms(config_of(arms={"one": {}, "two": {"task": {"name": "nope"}}}, rollout=long_enough))
+
+
+def test_arms_share_a_warm_start_only_when_all_that_makes_it_is_the_same(make_config, tmp_path):
+    def place(**changes):
+        return warmstart_directory(tmp_path, make_config({name.replace("__", "."): v for name, v in changes.items()}))
+
+    same = [
+        {"optimizer__learning_rate": 1.0},
+        {"model__batch_invariant": True},
+        {"rollout__lag": 3},
+        {"eval__prompts": 1},
+        {"loss__minibatches": 1},
+    ]
+    other = [
+        {"optimizer__max_grad_norm": 0.5},
+        {"optimizer__b2": 0.5},
+        {"optimizer__weight_decay": 1.0},
+        {"mesh__data": 2},
+        {"warmstart__steps": 5},
+        {"warmstart__target_accuracy": 0.5},
+        {"rollout__max_response_length": 4},
+        {"model__d_ff": 32},
+        {"seed": 1},
+    ]
+    assert {place(**changes) for changes in same} == {place()}
+    assert len({place(), *(place(**changes) for changes in other)}) == 1 + len(other)
+    # Where an accuracy ends it, the prompts that decide belong to it.
+    target = {"warmstart__target_accuracy": 0.5}
+    assert place(**target) != place(**target, eval__prompts=1)
+
+
+def test_a_warm_start_ends_at_its_accuracy_and_stays_ended(driver, make_config, tmp_path):
+    config = make_config({"warmstart.steps": 9, "warmstart.target_accuracy": 0.5, "warmstart.check_every": 3})
+    looks = iter([0.2, 0.6])
+    experiment = dataclasses.replace(driver.toy_experiment(config), validation=driver.problems(8, 10))
+
+    def go() -> list[dict]:
+        rows: list[dict] = []
+        weights = warm_start(
+            experiment,
+            config,
+            tmp_path,
+            make_mesh(),
+            on_step=lambda step, record: rows.append(record),
+        )
+        assert weights is not None
+        ended.append(weights)
+        return rows
+
+    ended: list = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "__call__", lambda self, params: next(looks))
+        rows = go()
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        assert [row.get("accuracy/validation") for row in rows] == [None, None, 0.2, None, None, 0.6]
+        assert go() == []  # found on disk, ended: no step and no look
+    leaves = [jax.tree.leaves(weights) for weights in ended]
+    assert all((a == b).all() for a, b in zip(*leaves, strict=True))
+
+
+def test_a_warm_start_that_misses_its_accuracy_says_so(driver, make_config, tmp_path, monkeypatch):
+    config = make_config({"warmstart.steps": 2, "warmstart.target_accuracy": 0.5, "warmstart.check_every": 1})
+    monkeypatch.setattr(Evaluator, "__call__", lambda self, params: 0.25)
+    experiment = dataclasses.replace(driver.toy_experiment(config), validation=driver.problems(8, 10))
+    notes: list[str] = []
+    warm_start(experiment, config, tmp_path, make_mesh(), on_step=lambda *_: None, note=notes.append)
+    assert notes == ["the warm start ends at accuracy 0.250, below warmstart.target_accuracy."]
+
+
+def test_validation_problems_are_neither_trained_on_nor_tested(make_config):
+    params = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    config = make_config(
+        {
+            "task.params": params,
+            "rollout.max_prompt_length": 6,
+            "rollout.max_response_length": 8,
+            "eval.prompts": 20,
+            "warmstart.target_accuracy": 0.5,
+            "warmstart.validation_prompts": 30,
+        }
+    )
+    with open_experiment(config) as experiment:
+        tested, decided = ({p.prompt for p in part} for part in (experiment.test, experiment.validation))
+        trained = {problem.prompt for problem in experiment.train[:500]}
+    assert (len(tested), len(decided)) == (20, 30)
+    assert not tested & decided
+    assert not trained & (tested | decided)
 
 
 def test_a_warm_start_that_diverges_stops_with_its_step(driver, make_config, tmp_path):

@@ -100,7 +100,8 @@ def run_experiment(
                 except NonFiniteError as error:
                     failures.append(f"arm {arm.slug}, seed {train.seed}: {error}")
     except (Interrupted, CheckpointError):
-        write_report(root)
+        with contextlib.suppress(OSError):  # a disk that refused the checkpoint may refuse this too
+            write_report(root)
         raise
     except ValueError:
         withdraw_root(root)
@@ -229,7 +230,8 @@ class _ArmRun:
             )
 
     def _fail(self, records: RunRecords, error: RuntimeError, seconds: float, *, steps: int) -> NoReturn:
-        records.end("failed", str(error), seconds, steps=steps)
+        with contextlib.suppress(OSError):
+            records.end("failed", str(error), seconds, steps=steps)
         self.progress.finish_run("failed", str(error))
         raise error
 

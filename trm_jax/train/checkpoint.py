@@ -9,12 +9,15 @@ that fails its manifest is passed over, aloud, for the one before it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +84,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             named = _by_path(arrays)
-            with ocp.StandardCheckpointer() as writer:
+            with _orbax_keeps_its_tracebacks(), ocp.StandardCheckpointer() as writer:
                 writer.save(partial / "arrays", named)
             (partial / "layout.json").write_text(json.dumps(_layout(named), indent=1), encoding="utf-8")
             (partial / "state.json").write_text(json.dumps(state, sort_keys=True, indent=1), encoding="utf-8")
@@ -201,6 +204,21 @@ def _flush_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def _orbax_keeps_its_tracebacks() -> Iterator[None]:
+    """Orbax's threads log the traceback of an error and then raise it here; it is enough to see it once, in words."""
+
+    def not_of_orbax(record: logging.LogRecord) -> bool:
+        return "/orbax/" not in record.pathname.replace(os.sep, "/")
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(not_of_orbax)
+    try:
+        yield
+    finally:
+        logger.removeFilter(not_of_orbax)
+
+
 def _is_disk_error(error: Exception) -> bool:
     """Tensorstore reports the operating system's refusals in words, with the error's number."""
     return "os_error_code=" in str(error)
@@ -208,6 +226,9 @@ def _is_disk_error(error: Exception) -> bool:
 
 def _one_line(error: Exception) -> str:
     """The gist of an error: Orbax and Tensorstore quote whole trees and paths."""
+    refused = re.search(r"os_error_code='(\d+)'", str(error))
+    if refused:
+        return os.strerror(int(refused[1]))
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"
 

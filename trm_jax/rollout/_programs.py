@@ -1,0 +1,128 @@
+"""The engine's two compiled programs: prefill into slots, and a chunk of decode steps.
+
+Decoding starts by running the last prompt token again, so every sampled token's logits come from the decode step itself
+and carry its weights' version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from trm_jax.models import ComputeConfig, Transformer, head_log_probs, init_cache
+from trm_jax.rollout._config import EngineConfig, SamplingConfig
+from trm_jax.rollout._sampling import pack_support, sample
+from trm_jax.rollout._slots import Record, Slots
+from trm_jax.rollout._weights import EngineWeights
+
+__all__ = ["admit", "decode"]
+
+
+def admit(
+    weights: EngineWeights,
+    slots: Slots,
+    prompts: Array,
+    noise_seeds: Array,
+    slot: Array,
+    row: Array,
+    start: dict[str, Array],
+    *,
+    graphdef: Any,
+    config: EngineConfig,
+    compute: ComputeConfig,
+) -> Slots:
+    """Runs prompts and copies keys and values of prompt ``row[i]`` into ``slot[i]``; a slot past the end is dropped.
+
+    Args:
+      weights: the engine's.
+      slots: donated.
+      prompts: ``[R, P]``.
+      noise_seeds: ``[R]``.
+      slot: ``[C]``.
+      row: ``[C]``.
+      start: ``[C]`` each: last token, its position, seed and request of what starts.
+      graphdef: of the ``Transformer``.
+      config: sizes.
+      compute: arithmetic.
+    """
+    model: Transformer = nnx.merge(graphdef, weights.params)
+    empty = init_cache(model.config, prompts.shape[0], config.sequence_length, compute)
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+    prefix = model(prompts, positions=positions, cache=empty, compute=compute, jitter_seeds=noise_seeds).cache
+    assert prefix is not None
+
+    def place(old: Array, new: Array) -> Array:
+        return old.at[slot].set(new.astype(old.dtype), mode="drop")
+
+    begun = {"step": jnp.zeros_like(slot), "alive": jnp.ones_like(slot, bool), **start}
+    return dataclasses.replace(
+        slots,
+        cache=jax.tree.map(lambda c, p: c.at[:, slot].set(p[:, row], mode="drop"), slots.cache, prefix),
+        **{name: place(getattr(slots, name), value) for name, value in begun.items()},
+    )
+
+
+def decode(
+    weights: EngineWeights,
+    slots: Slots,
+    record: Record,
+    version: Array,
+    *,
+    sampling: SamplingConfig,
+    eos: tuple[int, ...],
+    graphdef: Any,
+    config: EngineConfig,
+    compute: ComputeConfig,
+) -> tuple[Slots, Record]:
+    """``decode_chunk`` tokens of every slot; slots and record are donated."""
+    model: Transformer = nnx.merge(graphdef, weights.params)
+    idle_row = record.tokens.shape[0] - 1
+    limit = config.max_response_length
+
+    def step(carry: tuple[Slots, Record], _: None) -> tuple[tuple[Slots, Record], None]:
+        slots, record = carry
+        out = model(
+            slots.token[:, None],
+            positions=slots.position[:, None],
+            cache=slots.cache,
+            compute=compute,
+            jitter_seeds=slots.seed,
+        )
+        assert out.cache is not None
+        hidden = out.hidden[:, 0]
+        logps = head_log_probs(hidden, weights.head, temperature=sampling.temperature, compute=compute)
+        token, logp, kept = sample(logps, slots.seed, slots.step, sampling, compute)
+        ended = jnp.isin(token, jnp.array(eos, jnp.int32))
+        going = slots.alive & ~ended & (slots.step + 1 < limit)
+
+        row = jnp.where(slots.alive, slots.request, idle_row)
+        at = (row, jnp.minimum(slots.step, limit - 1))
+        support = record.support
+        if support is not None and kept is not None:
+            support = support.at[at].set(pack_support(kept))
+        record = Record(
+            tokens=record.tokens.at[at].set(token),
+            logps=record.logps.at[at].set(logp),
+            versions=record.versions.at[at].set(version),
+            length=record.length.at[row].set(slots.step + 1),
+            finished=record.finished.at[row].set(ended),
+            hidden=None if record.hidden is None else record.hidden.at[at].set(hidden),
+            support=support,
+        )
+        slots = dataclasses.replace(
+            slots,
+            cache=out.cache,
+            token=jnp.where(going, token, slots.token),
+            position=slots.position + going,
+            step=slots.step + going,
+            alive=going,
+        )
+        return (slots, record), None
+
+    carry, _ = jax.lax.scan(step, (slots, record), None, length=config.decode_chunk)
+    return carry
