@@ -36,6 +36,8 @@ def verifier() -> Iterator[MathVerifier]:
     ("reference", "response", "reward"),
     [
         ("42", r"so \boxed{42}", 1.0),
+        ("42", r"\boxed{41} \boxed{42}", 1.0),
+        ("42", r"\boxed{42} \boxed{41}", 0.0),
         ("42", "7 of 10 are left. #### 42", 1.0),
         ("42", "#### 42\nThat was 40 more.", 1.0),
         ("42", "first 7, and then 42", 1.0),
@@ -161,6 +163,10 @@ def test_a_worker_that_died_while_idle_is_replaced(program: Path) -> None:
             time.sleep(0.01)
         assert verifier(problem("1"), "#### 1") == 1.0
         assert verifier.process_ids != (pid,)
+        # Killed at the very moment of the request: its pipe still takes it, and no answer comes.
+        os.kill(verifier.process_ids[0], signal.SIGKILL)
+        assert verifier(problem("1"), "#### 1") == 1.0
+        assert verifier.counts == VerifierCounts(scored=3)
 
 
 @pytest.mark.parametrize(

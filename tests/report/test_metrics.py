@@ -27,6 +27,8 @@ REQUIRED = [
     "mismatch/recorded_logp_error",
     "correction/sequence_keep_fraction",
     "correction/token_keep_fraction",
+    "correction/weight_zero_fraction",
+    "correction/non_finite_fraction",
     "correction/ratio_raw_mean",
     "correction/weight_mean",
     "correction/weight_max",

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from trm_jax.models import make_mesh
@@ -49,6 +50,12 @@ def result(root: Path, arm: str = "run", seed: int = 0) -> dict:
     return json.loads((root / "arms" / arm / f"seed{seed}" / "result.json").read_text())
 
 
+def tokens_in(root: Path, arm: str) -> int:
+    """Response tokens by the run's own metrics: mean length times the eight rows of a step."""
+    lines = (root / "arms" / arm / "seed0" / "metrics.jsonl").read_text().splitlines()
+    return round(sum(8 * json.loads(line)["rollout/response_length_mean"] for line in lines))
+
+
 def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_of, tmp_path, capsys):
     warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1}
     two = {"plain": {}, "lagged": {"name": "one behind", "role": "lag_only", "rollout": {"lag": 1}}}
@@ -67,7 +74,7 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     for slug in two:
         assert result(root, slug) | {"seconds": 0} == {
             "status": "complete", "reason": "", "accuracy_start": None, "accuracy_final": None,
-            "evaluation_items": 0, "seconds": 0, "steps": 2, "seed": 0,
+            "evaluation_items": 0, "seconds": 0, "steps": 2, "seed": 0, "sampled_tokens": tokens_in(root, slug),
         }  # fmt: skip
         assert result(root, slug)["seconds"] > 0
     data = collect(root)
@@ -85,7 +92,8 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     # Nor is one continued under another configuration; every key that differs is named.
     changed = {"optimizer": {"learning_rate": 3e-3}, "loss": {"minibatches": 2, "clip_low": 0.3}}
     with pytest.raises(ValueError, match=r"another configuration \(loss\.clip_low, optimizer\.learning_rate differ\)"):
-        run_experiment(config_of(arms=two, warmstart=warm, **changed), resume=True)
+        run_experiment(config_of(arms=two, warmstart=warm, title="other", **changed), resume=True)
+    assert json.loads((root / "run.json").read_text())["title"] == "run"  # refused before anything was written
     # One arm and seed more may join; what was there stays listed.
     run_experiment(config_of(arms={"third": {}}, warmstart=warm, seeds=[1]), resume=True)
     head = json.loads((root / "run.json").read_text())
@@ -105,6 +113,18 @@ def test_broken_records_are_named(on_the_toy, config_of, tmp_path):
     root.mkdir()
     (root / "run.json").write_text('{"title": "x", "ar')
     with pytest.raises(ValueError, match=r"run\.json is not readable JSON"):
+        run_experiment(config_of(), resume=True)
+    for text, words in (("[]", "holds a list"), ('{"arms": 5}', "created=None; a str"), ("{}", "created=None")):
+        (root / "run.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"run\.json .*{words}"):
+            run_experiment(config_of(), resume=True)
+    (root / "run.json").unlink()
+    place = root / "arms" / "run" / "seed0"
+    place.mkdir(parents=True)
+    with pytest.raises(ValueError, match="already holds a run"):  # its arms are there, whatever became of run.json
+        run_experiment(config_of())
+    (place / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"result\.json has status=None; a str is required"):
         run_experiment(config_of(), resume=True)
 
 
@@ -336,3 +356,6 @@ def test_a_warm_start_that_diverges_stops_with_its_step(driver, make_config, tmp
         )
     assert len(rows) < 8
     assert not list(tmp_path.rglob("step_*"))
+    (path,) = tmp_path.rglob("nonfinite_step*.npz")
+    with np.load(path) as batch:
+        assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 7)

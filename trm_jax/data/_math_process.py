@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("_math_worker.py")
 """The program of a worker."""
 
 Outcome = tuple[str, bool]
-"""What became of a request (``scored``, ``timeout`` or ``error``), and whether the answer is right."""
+"""What became of a request (``scored``, ``timeout``, ``error`` or ``died``), and whether the answer is right."""
 
 
 class MathProcess:
@@ -77,7 +77,7 @@ class MathProcess:
             self.dead = True
             if not self.ready:
                 raise RuntimeError(f"a math-verify worker ended with status {self._process.wait()} before it was ready")
-            return "error", False
+            return "died", False
         if not self._received.endswith(b"\n"):
             return None
         reply, self._received = json.loads(self._received), b""

@@ -138,7 +138,8 @@ class ReasoningGymTask:
         while patience:
             problem = self._draw(_TEST_CHUNK, place % _TEST_CHUNK, -1 - place // _TEST_CHUNK)
             place, patience = place + 1, patience - 1
-            if problem.prompt not in found and held_out(problem.prompt, test_permille=self._test_permille):
+            fresh = problem.prompt not in found and problem.demonstration != ""  # an empty answer cannot be given
+            if fresh and held_out(problem.prompt, test_permille=self._test_permille):
                 found[problem.prompt] = dataclasses.replace(problem, index=len(found))
                 if len(found) == size:
                     return tuple(found.values())
@@ -177,7 +178,7 @@ class ReasoningGymTask:
         """Problem ``index`` of ``train(size)``."""
         for attempt in range(_DRAWS_A_PROBLEM):
             problem = self._draw(size, index, attempt)
-            if not held_out(problem.prompt, test_permille=self._test_permille):
+            if problem.demonstration != "" and not held_out(problem.prompt, test_permille=self._test_permille):
                 return dataclasses.replace(problem, index=index)
         raise ValueError(
             f"all of {_DRAWS_A_PROBLEM} draws for training problem {index} of task {self._name!r} were held out "

@@ -19,6 +19,7 @@ from jaxtyping import Float32
 
 from trm_jax.data._math_process import MathProcess, Outcome
 from trm_jax.data._problem import Problem
+from trm_jax.data._readers import boxed_answer
 
 __all__ = ["MathVerifier", "VerifierCounts"]
 
@@ -147,6 +148,7 @@ class MathVerifier:
 
     def _run(self, requests: Sequence[dict[str, str]]) -> list[Outcome]:
         outcomes: list[Outcome] = [("error", False)] * len(requests)
+        again = set(range(len(requests)))  # a death may have had another cause than the request: each is tried twice
         pending = collections.deque(range(len(requests)))
         try:
             while pending or any(worker.job is not None for worker in self._workers):
@@ -157,14 +159,20 @@ class MathVerifier:
                         pending.popleft()
                     else:
                         self._replace(place)  # it died while idle; the request stays pending
-                self._wait(outcomes)
+                for job, outcome in self._wait():
+                    if outcome[0] == "died" and job in again:
+                        again.remove(job)
+                        pending.append(job)
+                    else:
+                        outcomes[job] = outcome if outcome[0] != "died" else ("error", False)
         except BaseException:
             self.close()  # replies that are still on their way would answer the wrong requests
             raise
         return outcomes
 
-    def _wait(self, outcomes: list[Outcome]) -> None:
-        """Waits for a reply or the next deadline, and notes what came."""
+    def _wait(self) -> list[tuple[int, Outcome]]:
+        """Waits for a reply or the next deadline; says what came."""
+        came = []
         active = {worker.output: place for place, worker in enumerate(self._workers) if not worker.idle}
         nearest = min((self._workers[place].deadline for place in active.values()), default=0.0)
         speaking = connection.wait(list(active), timeout=max(0.0, nearest - time.monotonic()))
@@ -177,10 +185,11 @@ class MathVerifier:
             else:
                 continue
             if outcome is not None and worker.job is not None:
-                outcomes[worker.job] = outcome
+                came.append((worker.job, outcome))
                 worker.job = None
             if worker.dead:
                 self._replace(place)
+        return came
 
     def _replace(self, place: int) -> None:
         self._workers[place].stop()
@@ -197,6 +206,9 @@ def _final_part(response: str, max_chars: int) -> str:
     tail = response[-max_chars:]
     _, marked, final = tail.rpartition("####")
     if not marked or "\\boxed" in final:
-        return tail
+        try:
+            return rf"\boxed{{{boxed_answer(tail)}}}"  # math-verify joins boxes that stand side by side
+        except ValueError:
+            return tail
     final = final.strip().split("\n")[0]
     return f"${final}$" if "\\" in final and "$" not in final else final

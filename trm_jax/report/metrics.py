@@ -161,14 +161,28 @@ _ALL = (
         "sequences kept",
         "fraction",
         "mean",
-        "Share of sampled sequences that the mask lets the update train on.",
+        "Share of sampled sequences that the sequence masks keep; a weight of 0 does not count as a mask.",
     ),
     _metric(
         "correction/token_keep_fraction",
         "tokens kept",
         "fraction",
         "mean",
-        "Share of sampled tokens that the update trains on, after sequence and token masks.",
+        "Share of sampled tokens that the sequence and token masks keep; a weight of 0 does not count as a mask.",
+    ),
+    _metric(
+        "correction/weight_zero_fraction",
+        "weights at 0",
+        "fraction",
+        "mean",
+        "Share of sampled tokens to which the weight itself gives 0 (icepop, kpop and masked weights do).",
+    ),
+    _metric(
+        "correction/non_finite_fraction",
+        "not finite",
+        "fraction",
+        "mean",
+        "Share of sampled sequences that were rejected for a log-prob that is NaN or no log-probability.",
     ),
     _metric(
         "correction/ratio_raw_mean",
@@ -182,9 +196,9 @@ _ALL = (
         "mean weight",
         "",
         "mean",
-        "Mean importance weight as applied to the token losses, after caps and masks.",
+        "Mean importance weight of the sampled tokens after its cap, whether or not a mask then keeps the token.",
     ),
-    _metric("correction/weight_max", "largest weight", "", "max", "The largest weight applied at this step.", log=True),
+    _metric("correction/weight_max", "largest weight", "", "max", "The largest weight of this step.", log=True),
     _metric(
         "correction/weight_capped_fraction",
         "weights capped",
@@ -197,7 +211,7 @@ _ALL = (
         "effective sample size",
         "fraction",
         "whole",
-        "(Σw)²/(n Σw²) of the applied weights: the share of the tokens that still counts.",
+        "(Σw)²/(n Σw²) of the weights before masks: the share of the tokens that still counts by their weights.",
     ),
     _metric("optim/loss", "loss", "", "mean", "The surrogate loss that was minimised."),
     _metric("optim/grad_norm", "gradient norm", "", "whole", "Global gradient norm before clipping.", log=True),
@@ -276,7 +290,7 @@ def check_record(record: Mapping[str, object]) -> None:
             raise TypeError(f"metric {name!r} must be a number, got {value!r}")
         try:
             float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise TypeError(f"metric {name!r} must be a number, got {value!r}") from None
 
 

@@ -243,8 +243,9 @@ def _read_object(path: Path, root: Path, problems: list[str]) -> dict[str, Any]:
 
 def _number(value: Any) -> float:
     try:
-        return math.nan if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+        number = math.nan if value is None or isinstance(value, bool) else float(value)
+        return number if math.isfinite(number) else math.nan
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

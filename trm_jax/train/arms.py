@@ -26,8 +26,8 @@ from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment, check_experiment, open_experiment
-from trm_jax.train.loop import TrainRun
-from trm_jax.train.records import RunRecords, prepare_root, withdraw_root
+from trm_jax.train.loop import RunOutcome, TrainRun
+from trm_jax.train.records import NEVER_BEGAN, RunRecords, prepare_root, withdraw_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
 __all__ = ["ArmsFailed", "Interrupted", "check_arms", "run_experiment"]
@@ -78,8 +78,12 @@ def run_experiment(
       ArmsFailed: at the end, when a run went non-finite.
     """
     check_arms(config)
-    root = prepare_root(config, resume=resume, command=sys.argv if command is None else command)
+    root = Path(config.directory)
     runs = [(arm, dataclasses.replace(arm.train, seed=seed)) for seed in config.seeds for arm in config.arms]
+    if resume:
+        for arm, train in runs:
+            RunRecords(root, arm, train).check()
+    prepare_root(config, resume=resume, command=sys.argv if command is None else command)
     warm_names = _name_warm_starts(root, [train for _, train in runs])
     planned = [
         PlannedRun(arm=name, seed=train.seed, steps=train.warmstart.steps, stage="warmstart")
@@ -157,8 +161,6 @@ class _ArmRun:
     def __call__(self, place: Path, warm_name: str, broken: dict[Path, str]) -> None:
         arm, train, progress = self.arm, self.train, self.progress
         records = RunRecords(self.root, arm, train)
-        if records.directory.exists():
-            records.begin()
         if records.complete:
             progress.start_run(arm.name, train.seed, first_step=train.steps)
             progress.finish_run("complete", "done before")
@@ -170,10 +172,10 @@ class _ArmRun:
             if train.warmstart.steps:
                 try:
                     params = self._warm(experiment, mesh, place, warm_name, broken)
-                except NonFiniteError as error:
+                except (NonFiniteError, CheckpointError) as error:
                     broken[place] = str(error)
                     progress.start_run(arm.name, train.seed)
-                    self._fail(records, error, 0.0, steps=0)
+                    self._fail(records, error, 0.0)
             self._reinforce(experiment, mesh, params, records)
 
     def _warm(
@@ -220,18 +222,20 @@ class _ArmRun:
 
                 outcome = run.run(on_step=on_step, should_stop=self.should_stop)
         except (NonFiniteError, CheckpointError) as error:
-            self._fail(records, error, time.perf_counter() - began, steps=run.step)
+            self._fail(records, error, time.perf_counter() - began, run.outcome("failed"))
         reason = "" if outcome.status == "complete" else "stopped on request; continue with --resume"
-        records.end(outcome.status, reason, time.perf_counter() - began, steps=outcome.step, outcome=outcome)
+        records.end(outcome, reason, time.perf_counter() - began)
         progress.finish_run(outcome.status, reason)
         if outcome.status == "stopped":
             raise Interrupted(
                 f"arm {arm.name!r}, seed {train.seed}: stopped after step {outcome.step}; continue with --resume."
             )
 
-    def _fail(self, records: RunRecords, error: RuntimeError, seconds: float, *, steps: int) -> NoReturn:
+    def _fail(
+        self, records: RunRecords, error: RuntimeError, seconds: float, outcome: RunOutcome = NEVER_BEGAN
+    ) -> NoReturn:
         with contextlib.suppress(OSError):
-            records.end("failed", str(error), seconds, steps=steps)
+            records.end(outcome, str(error), seconds)
         self.progress.finish_run("failed", str(error))
         raise error
 
@@ -246,18 +250,17 @@ def _writers(directory: Path, *, after: int | None) -> Iterator[Callable[[int, d
     jsonl = JsonlWriter(directory / "metrics.jsonl")
     if after is not None:
         jsonl.truncate_after(after if after > 0 else -1)
-    board = TensorBoardWriter(directory / "tensorboard", resume_after=after)
-    writer = MultiWriter(jsonl, board)
-    first = True
+    with contextlib.ExitStack() as stack:
+        stack.callback(jsonl.close)
+        writers: list[MultiWriter] = []
 
-    def write(step: int, record: dict[str, float | str]) -> None:
-        nonlocal first
-        if first and after is None:
-            jsonl.truncate_after(step - 1)
-        first = False
-        writer.write(step, record)
+        def write(step: int, record: dict[str, float | str]) -> None:
+            if not writers:  # a complete warm start writes nothing, and leaves no empty event file
+                if after is None:
+                    jsonl.truncate_after(step - 1)
+                board = TensorBoardWriter(directory / "tensorboard", resume_after=step - 1 if after is None else after)
+                stack.callback(board.close)
+                writers.append(MultiWriter(jsonl, board))
+            writers[0].write(step, record)
 
-    try:
         yield write
-    finally:
-        writer.close()

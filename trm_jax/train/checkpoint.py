@@ -126,7 +126,8 @@ class Checkpointer:
             path = self._path(step)
             fault = verify(path)
             if fault:
-                self._report(f"checkpoint {path.name} is damaged ({fault}); trying the one before it.")
+                rest = "trying the one before it" if step != steps[0] else "there is none before it"
+                self._report(f"checkpoint {path.name} is damaged ({fault}); {rest}.")
                 continue
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             try:

@@ -49,14 +49,14 @@ def skip_reason(rewards: Float32[np.ndarray, "groups samples"], sequence_keep: B
     return "every token's weight or advantage is 0"
 
 
-def write_evidence(path: Path, batch: Any, rewards: np.ndarray, texts: Sequence[str]) -> str:
+def write_evidence(path: Path, batch: Any, **more: np.ndarray) -> str:
     """The batch that broke, as arrays that ``np.load`` reads; says where it is, or why it could not be written."""
     arrays: dict[str, Any] = {
         jax.tree_util.keystr(key, simple=True, separator="."): _readable(value)
         for key, value in jax.tree_util.tree_leaves_with_path(batch)
     }
     try:
-        np.savez_compressed(path, rewards=rewards, texts=np.array(json.dumps(list(texts))), **arrays)
+        np.savez_compressed(path, **(arrays | more))
     except OSError as error:
         return f"The batch could not be written to {path} ({error.strerror})."
     return f"The batch is in {path}."

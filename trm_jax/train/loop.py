@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import resource
 import time
 from collections.abc import Callable
@@ -38,11 +39,12 @@ Pairs = dict[str, tuple[Array, Array]]
 class RunOutcome:
     """Attributes:
 
-    status: "complete" or "stopped".
+    status: "complete", "stopped" or "failed".
     step: steps done.
     accuracy_start: held-out accuracy before RL; NaN when not evaluated.
     accuracy_final: held-out accuracy after the last step; NaN when not evaluated.
     evaluation_items: held-out problems.
+    sampled_tokens: response tokens sampled over the run.
     """
 
     status: str
@@ -50,6 +52,7 @@ class RunOutcome:
     accuracy_start: float
     accuracy_final: float
     evaluation_items: int
+    sampled_tokens: int
 
 
 class TrainRun:
@@ -87,6 +90,7 @@ class TrainRun:
         self._checkpoints = Checkpointer(directory / "checkpoints", keep=config.checkpoint.keep, report=note)
         self._step = 0
         self._sampled: Sampled | None = None
+        self._sampled_tokens = 0
         self._accuracy_start = self._accuracy = float("nan")
 
     @property
@@ -113,6 +117,7 @@ class TrainRun:
         self._state = arrays["state"]
         self._sampler.set_state(saved, arrays["held"])
         self._accuracy_start, self._accuracy = saved["accuracy_start"], saved["accuracy"]
+        self._sampled_tokens = saved["sampled_tokens"]
         return True
 
     def save(self) -> None:
@@ -128,6 +133,7 @@ class TrainRun:
                 **self._sampler.get_state(),
                 "accuracy_start": self._accuracy_start,
                 "accuracy": self._accuracy,
+                "sampled_tokens": self._sampled_tokens,
                 "config": dataclasses.asdict(self._config),
             },
         )
@@ -150,7 +156,7 @@ class TrainRun:
         """
         config = self._config
         if self._step < config.steps and should_stop():
-            return self._outcome("stopped")
+            return self.outcome("stopped")
         if self._step == 0 and self._evaluator is not None:
             self._accuracy_start = self._accuracy = self._evaluator(self._state.params)
             on_step(0, {"step": 0, "version": 0, "stage": "rl", "accuracy/heldout": self._accuracy})
@@ -164,16 +170,18 @@ class TrainRun:
             if done or stopped or self._step % config.checkpoint.every == 0:
                 self.save()
             if stopped:
-                return self._outcome("stopped")
-        return self._outcome("complete")
+                return self.outcome("stopped")
+        return self.outcome("complete")
 
-    def _outcome(self, status: str) -> RunOutcome:
+    def outcome(self, status: str) -> RunOutcome:
+        """Where the run stands."""
         return RunOutcome(
             status=status,
             step=self._step,
             accuracy_start=self._accuracy_start,
             accuracy_final=self._accuracy,
             evaluation_items=0 if self._evaluator is None else self._evaluator.items,
+            sampled_tokens=self._sampled_tokens,
         )
 
     def _train_step(self) -> dict[str, float | str]:
@@ -186,6 +194,8 @@ class TrainRun:
         totals = self._learn(batch, sampled)
         ended = time.perf_counter()
         self._step += 1
+        tokens = int(np.asarray(sampled.rollout.response_mask).sum())
+        self._sampled_tokens += tokens
         record: dict[str, float | str] = {
             **to_record(jax.device_get(pairs), totals),
             "step": self._step,
@@ -198,7 +208,7 @@ class TrainRun:
             "time/rollout_s": rolled - began,
             "time/rescore_s": rescored - rolled,
             "time/update_s": ended - rescored,
-            "time/tokens_per_s": int(np.asarray(sampled.rollout.response_mask).sum()) / (ended - began),
+            "time/tokens_per_s": tokens / (ended - began),
             "memory/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if record["optim/skipped"]:
@@ -237,7 +247,8 @@ class TrainRun:
     def _stop_nonfinite(self, what: str, batch: Any, sampled: Sampled) -> NoReturn:
         """Writes the evidence and raises."""
         path = self._directory / f"nonfinite_step{self._step + 1:08d}.npz"
-        evidence = write_evidence(path, batch, sampled.rewards, sampled.texts)
+        texts = np.array(json.dumps(sampled.texts))
+        evidence = write_evidence(path, batch, rewards=sampled.rewards, texts=texts)
         saved = self._checkpoints.steps()
         last = f"the last good checkpoint is step {saved[-1]}" if saved else "no checkpoint had been written yet"
         raise NonFiniteError(

@@ -28,6 +28,8 @@ _NAMES = {
     "weight/applied_mean": "correction/weight_mean",
     "max/weight": "correction/weight_max",
     "weight/capped_fraction": "correction/weight_capped_fraction",
+    "weight/dropped_fraction": "correction/weight_zero_fraction",
+    "rejected/non_finite": "correction/non_finite_fraction",
     "entropy/rollout_mean": "rollout/entropy",
     "max/log_ratio_abs": "mismatch/log_ratio_max_abs",
     "equal_fraction": "mismatch/bitwise_equal_fraction",

@@ -15,7 +15,12 @@ from trm_jax.report.writers import write_atomically
 from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.loop import RunOutcome
 
-__all__ = ["RunRecords", "prepare_root", "read_record", "withdraw_root"]
+__all__ = ["NEVER_BEGAN", "RunRecords", "prepare_root", "read_record", "withdraw_root"]
+
+NEVER_BEGAN = RunOutcome(
+    status="failed", step=0, accuracy_start=math.nan, accuracy_final=math.nan, evaluation_items=0, sampled_tokens=0
+)
+"""Of a run that failed before its first step."""
 
 
 def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path:
@@ -36,13 +41,13 @@ def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> 
         "seeds": list(config.seeds),
     }
     path = root / "run.json"
-    if path.exists() and not resume:
+    if (path.exists() or (root / "arms").exists()) and not resume:
         raise ValueError(
             f"directory {str(root)!r} already holds a run. Continue it with --resume, choose another with "
             "directory=PATH, or remove it."
         )
     if path.exists():
-        held = read_record(path)
+        held = read_record(path, created=str, command=str, seeds=list, arms=list)
         here = {arm.slug for arm in config.arms}
         description |= {"created": held["created"], "command": held["command"]}
         description["seeds"] = sorted({*held["seeds"], *config.seeds})
@@ -81,13 +86,13 @@ class RunRecords:
     def complete(self) -> bool:
         """Whether the run ended by itself before."""
         path = self.directory / "result.json"
-        return path.exists() and bool(read_record(path)["status"] == "complete")
+        return path.exists() and bool(read_record(path, status=str)["status"] == "complete")
 
-    def begin(self) -> None:
-        """Writes ``config.json``.
+    def check(self) -> None:
+        """Compares the settings with those on disk.
 
         Raises:
-          ValueError: the directory holds a run with other settings.
+          ValueError: the directory holds a run with other settings; or a record there cannot be read.
         """
         path = self.directory / "config.json"
         if path.exists():
@@ -97,34 +102,50 @@ class RunRecords:
                     f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the "
                     "same options, or choose another directory with directory=PATH."
                 )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        _write_record(path, self._settings)
 
-    def end(self, status: str, reason: str, seconds: float, *, steps: int, outcome: RunOutcome | None = None) -> None:
+    def begin(self) -> None:
+        """Writes ``config.json``, unless it is there with other settings (as ``check``)."""
+        self.check()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        _write_record(self.directory / "config.json", self._settings)
+
+    def end(self, outcome: RunOutcome, reason: str, seconds: float) -> None:
         """Writes ``result.json``; the time adds up over resumptions."""
         path = self.directory / "result.json"
-        before = read_record(path)["seconds"] if path.exists() else 0.0
-        accuracies = (outcome.accuracy_start, outcome.accuracy_final) if outcome else (math.nan, math.nan)
-        start, final = (None if math.isnan(value) else value for value in accuracies)
+        before = read_record(path, seconds=float)["seconds"] if path.exists() else 0.0
+        start, final = (
+            None if math.isnan(value) else value for value in (outcome.accuracy_start, outcome.accuracy_final)
+        )
         record = {
-            "status": status,
+            "status": outcome.status,
             "reason": reason,
             "accuracy_start": start,
             "accuracy_final": final,
-            "evaluation_items": outcome.evaluation_items if outcome else 0,
+            "evaluation_items": outcome.evaluation_items,
+            "sampled_tokens": outcome.sampled_tokens,
             "seconds": round(before + seconds, 2),
-            "steps": steps,
+            "steps": outcome.step,
             "seed": self._train.seed,
         }
         _write_record(path, record)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """One of these records; a ValueError names the file that is not JSON."""
+def read_record(path: Path, **types: type) -> dict[str, Any]:
+    """One of these records, with the keys that its reader needs.
+
+    Raises:
+      ValueError: naming the file that is not JSON, or not such a record.
+    """
+    mend = "Put a copy back, or start in another directory (directory=PATH)."
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON ({error}). Put a copy back, or start in another one.") from error
+        raise ValueError(f"{path} is not readable JSON ({error}). {mend}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds a {type(record).__name__}, not a record of a run. {mend}")
+    for key, kind in types.items():
+        if not isinstance(record.get(key), kind):
+            raise ValueError(f"{path} has {key}={record.get(key)!r}; a {kind.__name__} is required. {mend}")
     return record
 
 

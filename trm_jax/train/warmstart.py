@@ -24,7 +24,7 @@ from trm_jax.models import ComputeConfig, Transformer
 from trm_jax.train.checkpoint import Checkpointer
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.evaluate import Evaluator
-from trm_jax.train.evidence import NonFiniteError
+from trm_jax.train.evidence import NonFiniteError, write_evidence
 from trm_jax.train.experiment import Experiment
 from trm_jax.train.state import TrainState, init_state, make_optimizer, state_shardings, warmstart_schedule
 
@@ -102,8 +102,9 @@ def warm_start(
         record: dict[str, float | str] = {"step": step + 1, "version": step + 1, "stage": "warmstart"}
         record |= {"optim/loss": float(loss), "optim/grad_norm": float(norm)}
         if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
+            evidence = write_evidence(directory / f"nonfinite_step{step + 1:08d}.npz", dataclasses.asdict(batch))
             raise NonFiniteError(
-                f"warm start, step {step + 1}: loss {float(loss)} with gradient norm {float(norm)}. Lower "
+                f"warm start, step {step + 1}: loss {float(loss)} with gradient norm {float(norm)}. {evidence} Lower "
                 "warmstart.learning_rate, and start again in another directory (directory=PATH)."
             )
         record |= {"optim/learning_rate": float(schedule(step))}
