@@ -12,10 +12,10 @@ from trm_jax.data import (
     Problem,
     boxed_answer,
     gsm8k_answer,
-    gsm8k_sample_path,
     number_reward,
     read_gsm8k,
     read_jsonl,
+    shipped_problems,
 )
 
 COLUMNS = {"prompt": "question", "reference": "answer"}
@@ -27,7 +27,7 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_the_sample_is_right() -> None:
-    problems = read_gsm8k(gsm8k_sample_path())
+    problems = read_gsm8k(shipped_problems("gsm8k_sample"))
     assert [p.reference for p in problems] == [
         "7",
         "1200",
@@ -43,7 +43,14 @@ def test_the_sample_is_right() -> None:
         "90",
     ]
     assert len({p.prompt for p in problems}) == 12
-    for line, problem in zip(gsm8k_sample_path().read_text(encoding="utf-8").splitlines(), problems, strict=True):
+
+
+@pytest.mark.parametrize(("name", "count"), [("gsm8k_sample", 12), ("one_step", 48)])
+def test_shipped_problems_add_up(name: str, count: int) -> None:
+    problems = read_gsm8k(shipped_problems(name))
+    assert len({p.prompt for p in problems}) == count
+    lines = shipped_problems(name).read_text(encoding="utf-8").splitlines()
+    for line, problem in zip(lines, problems, strict=True):
         answer = json.loads(line)["answer"]
         steps = re.findall(r"<<([-+*/.0-9]+)=([-.0-9]+)>>", answer)
         assert steps
@@ -53,6 +60,11 @@ def test_the_sample_is_right() -> None:
         assert steps[-1][1] == problem.reference
         assert "<<" not in (problem.demonstration or "<<")
         assert number_reward(problem, problem.demonstration or "") == 1.0
+
+
+def test_problems_that_are_not_shipped_are_named() -> None:
+    with pytest.raises(ValueError, match=r"'nope'.*gsm8k_sample, one_step"):
+        shipped_problems("nope")
 
 
 def test_gsm8k_answers_lose_separators_and_keep_signs(tmp_path: Path) -> None:

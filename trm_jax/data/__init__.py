@@ -13,9 +13,9 @@ from trm_jax.data._problem import TaskSpec as TaskSpec
 from trm_jax.data._problem import score_batch as score_batch
 from trm_jax.data._readers import boxed_answer as boxed_answer
 from trm_jax.data._readers import gsm8k_answer as gsm8k_answer
-from trm_jax.data._readers import gsm8k_sample_path as gsm8k_sample_path
 from trm_jax.data._readers import read_gsm8k as read_gsm8k
 from trm_jax.data._readers import read_jsonl as read_jsonl
+from trm_jax.data._readers import shipped_problems as shipped_problems
 from trm_jax.data._reasoning_gym import ReasoningGymTask as ReasoningGymTask
 from trm_jax.data._reasoning_gym import reasoning_gym_task as reasoning_gym_task
 from trm_jax.data._reasoning_gym import reasoning_gym_tasks as reasoning_gym_tasks

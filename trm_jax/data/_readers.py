@@ -10,7 +10,7 @@ from typing import Any
 
 from trm_jax.data._problem import Problem
 
-__all__ = ["boxed_answer", "gsm8k_answer", "gsm8k_sample_path", "read_gsm8k", "read_jsonl"]
+__all__ = ["boxed_answer", "gsm8k_answer", "read_gsm8k", "read_jsonl", "shipped_problems"]
 
 _FIELDS = ("prompt", "reference", "demonstration")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
@@ -18,17 +18,28 @@ _FINAL = re.compile(r"####\s*(\S[^\n]*)")
 _SHOWN = 80
 
 
-def gsm8k_sample_path() -> Path:
-    """The file of a dozen problems in GSM8K's format that comes with this package.
+def shipped_problems(name: str) -> Path:
+    """A file of problems in GSM8K's format that comes with this package.
+
+    Args:
+      name: ``"gsm8k_sample"``, a dozen problems of several steps, or ``"one_step"``, four dozen of one step with small
+        numbers, of which a model of a hundred million parameters solves some.
 
     Returns:
       Its path.
 
+    Raises:
+      ValueError: there is no such file; the message lists those that there are.
+
     Example:
-      >>> len(read_gsm8k(gsm8k_sample_path()))
-      12
+      >>> len(read_gsm8k(shipped_problems("gsm8k_sample"))), len(read_gsm8k(shipped_problems("one_step")))
+      (12, 48)
     """
-    return Path(__file__).parent / "files" / "gsm8k_sample.jsonl"
+    folder = Path(__file__).parent / "files"
+    names = sorted(path.stem for path in folder.glob("*.jsonl"))
+    if name not in names:
+        raise ValueError(f"no problems called {name!r} come with this package; there are {', '.join(names)}")
+    return folder / f"{name}.jsonl"
 
 
 def gsm8k_answer(text: str) -> str:
@@ -100,7 +111,7 @@ def read_gsm8k(path: str | Path) -> list[Problem]:
       FileNotFoundError: there is no such file.
 
     Example:
-      >>> read_gsm8k(gsm8k_sample_path())[0].reference
+      >>> read_gsm8k(shipped_problems("gsm8k_sample"))[0].reference
       '7'
     """
     columns = {"prompt": "question", "reference": "answer", "demonstration": "answer"}
@@ -145,7 +156,7 @@ def read_jsonl(
       FileNotFoundError: there is no such file.
 
     Example:
-      >>> problems = read_jsonl(gsm8k_sample_path(), columns={"prompt": "question", "reference": "answer"},
+      >>> problems = read_jsonl(shipped_problems("gsm8k_sample"), columns={"prompt": "question", "reference": "answer"},
       ...                       extract=gsm8k_answer)
       >>> problems[0].demonstration is None
       True

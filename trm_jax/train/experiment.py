@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,15 +18,12 @@ from trm_jax.data import (
     ReasoningGymTask,
     RewardFunction,
     Tokenizer,
-    drop_long_prompts,
-    gsm8k_sample_path,
-    held_out,
-    read_gsm8k,
     reasoning_gym_task,
     score_batch,
 )
 from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, find_smollm2, load_smollm2_model, make_mesh
 from trm_jax.train.config import ModelConfig, TrainConfig
+from trm_jax.train.words import ChatTokenizer, chat_problems, word_problems
 
 __all__ = ["Experiment", "check_experiment", "open_experiment"]
 
@@ -91,7 +87,7 @@ def check_experiment(config: TrainConfig) -> None:
     """
     make_mesh(config.mesh.data, config.mesh.tensor)
     if config.task.kind == "gsm8k":
-        _word_problems(config)
+        word_problems(config)
         find_smollm2(config.model.path or None)
         return
     task, ways = _task(config), config.mesh.tensor
@@ -146,71 +142,19 @@ def _generated(config: TrainConfig) -> Experiment:
     )
 
 
-def _word_problems(config: TrainConfig) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out problems from their files."""
-    task = config.task
-    every = _read("task.path", task.path or gsm8k_sample_path())
-    if task.test_path:
-        train, seen = every, {problem.prompt for problem in every}
-        test = [problem for problem in _read("task.test_path", task.test_path) if problem.prompt not in seen]
-    else:
-        test = [p for p in every if held_out(p.prompt, test_permille=task.test_permille)]
-        train = [p for p in every if not held_out(p.prompt, test_permille=task.test_permille)]
-    if not train:
-        raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
-    if config.eval.prompts and not test:
-        raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
-    wanted = config.eval.prompts + config.warmstart.validation
-    if config.warmstart.validation and len(test) < wanted:
-        raise ValueError(
-            f"warmstart.target_accuracy needs {wanted} held-out problems, eval.prompts + warmstart.validation_prompts; "
-            f"there are {len(test)}. Lower warmstart.validation_prompts, or set warmstart.target_accuracy=0."
-        )
-    return train, test
-
-
-def _read(key: str, path: str | Path) -> list[Problem]:
-    try:
-        return read_gsm8k(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key}: {error}") from error
-
-
 def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
-    """Word problems from a file, asked in the pretrained model's own chat format."""
-    task, limit = config.task, config.rollout.max_prompt_length
-    train, test = _word_problems(config)
+    """Word problems and the pretrained policy."""
     model, words = load_smollm2_model(config.model.path or None)
-    train, test = ([_as_chat(p, words, task.system_prompt) for p in part] for part in (train, test))
-    tokenizer = _ChatTokenizer(words)
-    if task.drop_long_prompts:
-        train, dropped = drop_long_prompts(train, tokenizer, max_prompt_length=limit)
-        if test:
-            test, also = drop_long_prompts(test, tokenizer, max_prompt_length=limit)
-            dropped += also
-        if dropped:
-            print(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
-    else:
-        _refuse_long_prompts([*train, *test[: config.eval.prompts]], tokenizer, limit)
+    train, test = chat_problems(config, words)
     tested = config.eval.prompts
     return Experiment(
         train=train,
         test=test[:tested],
         validation=test[tested : tested + config.warmstart.validation],
         reward=verifier,
-        tokenizer=tokenizer,
+        tokenizer=ChatTokenizer(words),
         model=model,
     )
-
-
-def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int) -> None:
-    lengths = [len(tokenizer.encode(problem.prompt)) for problem in problems]
-    long = [problem.name for problem, length in zip(problems, lengths, strict=True) if length > limit]
-    if long:
-        raise ValueError(
-            f"{len(long)} of {len(problems)} prompts are longer than rollout.max_prompt_length={limit} tokens, first "
-            f"{long[0]}; the longest takes {max(lengths)}. Raise the limit, or set task.drop_long_prompts=true."
-        )
 
 
 def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:
@@ -227,36 +171,3 @@ def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:
         experts_per_token=model.experts_per_token,
     )
     return Transformer(shape, rngs=nnx.Rngs(params=config.seed), param_dtype=jnp.dtype("float32"))
-
-
-def _as_chat(problem: Problem, tokenizer: Any, system_prompt: str) -> Problem:
-    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": problem.prompt}]
-    try:
-        return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
-    except ValueError as error:
-        raise ValueError(f"{problem.name}: {error}") from error
-
-
-class _ChatTokenizer:
-    """Reads the control tokens of a rendered chat; ``render_chat`` has refused them in its content."""
-
-    def __init__(self, words: Any) -> None:
-        self._words = words
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._words.vocab_size)
-
-    @property
-    def pad_id(self) -> int:
-        return int(self._words.pad_id)
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return frozenset(self._words.eos_ids)
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._words.encode(text, allow_special=True))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._words.decode(ids))

@@ -24,8 +24,9 @@ class TaskConfig:
       params: for reasoning_gym, the task's own parameters.
       train_size: for reasoning_gym, how many training problems are drawn.
       test_permille: share of prompts held out from training, in thousandths (a hash of the prompt decides).
-      path: for gsm8k, the JSONL file to train on; empty takes the dozen problems that ship with the package.
-      test_path: for gsm8k, the JSONL file to evaluate on; empty evaluates on the training file's held-out share.
+      path: for gsm8k, the JSONL file to train on; or, without a suffix, problems that ship with the package: "one_step"
+        or "gsm8k_sample".
+      test_path: for gsm8k, the same to evaluate on; empty evaluates on the training file's held-out share.
       system_prompt: for gsm8k, the chat template's system message.
       drop_long_prompts: leave out prompts above the limit (counted, aloud) instead of refusing them.
     """
@@ -35,7 +36,7 @@ class TaskConfig:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_size: int = 50_000
     test_permille: int = 100
-    path: str = ""
+    path: str = "one_step"
     test_path: str = ""
     system_prompt: str = "Solve the problem step by step. Put your final answer within \\boxed{}."
     drop_long_prompts: bool = False

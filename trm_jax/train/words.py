@@ -1,0 +1,115 @@
+"""Word problems from files, asked in the pretrained model's own chat format."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trm_jax.data import Problem, Tokenizer, drop_long_prompts, held_out, read_gsm8k, shipped_problems
+from trm_jax.train.config import TrainConfig
+
+__all__ = ["ChatTokenizer", "chat_problems", "word_problems"]
+
+Split = tuple[list[Problem], list[Problem]]
+
+
+def word_problems(config: TrainConfig) -> Split:
+    """Training and held-out problems from their files."""
+    task = config.task
+    every = _read("task.path", task.path)
+    if task.test_path:
+        train, seen = every, {problem.prompt for problem in every}
+        test = [problem for problem in _read("task.test_path", task.test_path) if problem.prompt not in seen]
+    else:
+        test = [p for p in every if held_out(p.prompt, test_permille=task.test_permille)]
+        train = [p for p in every if not held_out(p.prompt, test_permille=task.test_permille)]
+    if not train:
+        raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
+    if config.eval.prompts and not test:
+        raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
+    wanted = config.eval.prompts + config.warmstart.validation
+    if config.warmstart.validation and len(test) < wanted:
+        raise ValueError(
+            f"warmstart.target_accuracy needs {wanted} held-out problems, eval.prompts + warmstart.validation_prompts; "
+            f"there are {len(test)}. Lower warmstart.validation_prompts, or set warmstart.target_accuracy=0."
+        )
+    return train, test
+
+
+def _read(key: str, path: str) -> list[Problem]:
+    """A file, or problems that ship with the package by their name."""
+    try:
+        return read_gsm8k(path if Path(path).suffix else shipped_problems(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def chat_problems(config: TrainConfig, words: Any) -> Split:
+    """The problems as chats that fit ``rollout.max_prompt_length``.
+
+    Args:
+      config: says which problems, and what to do with long ones.
+      words: the pretrained model's tokenizer.
+
+    Raises:
+      ValueError: a problem that holds control tokens, or prompts that do not fit and may not be dropped.
+    """
+    task, limit = config.task, config.rollout.max_prompt_length
+    train, test = ([_as_chat(p, words, task.system_prompt) for p in part] for part in word_problems(config))
+    tokenizer = ChatTokenizer(words)
+    if not task.drop_long_prompts:
+        asked = config.eval.prompts + config.warmstart.validation
+        _refuse_long_prompts([*train, *test[:asked]], tokenizer, limit)
+        return train, test
+    train, dropped = drop_long_prompts(train, tokenizer, max_prompt_length=limit)
+    if test:
+        test, also = drop_long_prompts(test, tokenizer, max_prompt_length=limit)
+        dropped += also
+    if dropped:
+        print(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
+    return train, test
+
+
+def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int) -> None:
+    lengths = [len(tokenizer.encode(problem.prompt)) for problem in problems]
+    long = [problem.name for problem, length in zip(problems, lengths, strict=True) if length > limit]
+    if long:
+        raise ValueError(
+            f"{len(long)} of {len(problems)} prompts are longer than rollout.max_prompt_length={limit} tokens, first "
+            f"{long[0]}; the longest takes {max(lengths)}. Raise the limit, or set task.drop_long_prompts=true."
+        )
+
+
+def _as_chat(problem: Problem, tokenizer: Any, system_prompt: str) -> Problem:
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": problem.prompt}]
+    try:
+        return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
+    except ValueError as error:
+        raise ValueError(f"{problem.name}: {error}") from error
+
+
+class ChatTokenizer:
+    """Reads the control tokens of a rendered chat; ``render_chat`` has refused them in its content."""
+
+    def __init__(self, words: Any) -> None:
+        self._words = words
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._words.vocab_size)
+
+    @property
+    def pad_id(self) -> int:
+        return int(self._words.pad_id)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return frozenset(self._words.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._words.encode(text, allow_special=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._words.decode(ids))
