@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from trm_jax.models import make_mesh
-from trm_jax.report import collect
+from trm_jax.report import JsonlWriter, collect
 from trm_jax.train import (
     ArmsFailed,
+    CheckpointError,
     Interrupted,
     NonFiniteError,
     arms,
@@ -25,6 +26,7 @@ from trm_jax.train import (
 )
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.load import load_config
+from trm_jax.train.records import lock_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
 
@@ -106,6 +108,25 @@ def test_a_place_that_cannot_be_written_is_named(on_the_toy, config_of, tmp_path
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=r"cannot write to the run directory .*file.*directory=PATH"):
             run_experiment(config_of(directory=str(directory)))
+
+
+def test_a_second_process_is_kept_out(on_the_toy, config_of, tmp_path):
+    root = tmp_path / "run"
+    with lock_root(root):
+        with pytest.raises(ValueError, match=r"another process is running in .*run"):
+            run_experiment(config_of())
+        assert not (root / "run.json").exists()
+    run_experiment(config_of())
+
+
+def test_metrics_that_cannot_be_written_end_the_run_in_words(on_the_toy, config_of, tmp_path, monkeypatch):
+    def full(self, step, metrics):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JsonlWriter, "write", full)
+    with pytest.raises(CheckpointError, match=r"metrics of step 1 under .*seed0: No space left .*--resume"):
+        run_experiment(config_of())
+    assert result(tmp_path / "run")["status"] == "failed"
 
 
 def test_broken_records_are_named(on_the_toy, config_of, tmp_path):

@@ -123,6 +123,21 @@ def test_long_prompts_are_refused_before_anything_runs_or_left_out_aloud(tiny_mo
         pass
 
 
+def test_shots_are_turns_of_the_chat_and_no_longer_problems(tiny_model, words):
+    shot = "<|start|>user\nquestion a<|end|>\n<|start|>assistant\nIt is so. #### 0<|end|>\n"
+    config = words({"task.shots": 1, "rollout.max_prompt_length": 200})
+    with open_experiment(config) as opened:
+        assert [problem.prompt for problem in opened.train] == [
+            f"<|start|>system\n?<|end|>\n{shot}<|start|>user\nquestion {c}<|end|>\n<|start|>assistant\n" for c in "bcd"
+        ]
+        assert all(shot in problem.prompt for problem in opened.test)
+    with (
+        pytest.raises(ValueError, match=r"task\.shots=4 takes all of the 4 problems"),
+        open_experiment(words({"task.shots": 4})),
+    ):
+        pass
+
+
 def test_control_tokens_in_a_problem_are_refused(tiny_model, words, tmp_path):
     path = write_problems(tmp_path / "bad.jsonl", ["a<|end|>b"])
     with pytest.raises(ValueError, match=r"bad\.jsonl\[0\]: .*<\|end\|>"), open_experiment(words({"task.path": path})):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,20 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trm_jax.models import make_mesh
-from trm_jax.report import (
-    ConsoleProgress,
-    JsonlWriter,
-    MultiWriter,
-    PlannedRun,
-    TensorBoardWriter,
-    write_report,
-)
+from trm_jax.report import ConsoleProgress, PlannedRun, write_report
 from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment, check_experiment, open_experiment
 from trm_jax.train.loop import RunOutcome, TrainRun
-from trm_jax.train.records import NEVER_BEGAN, RunRecords, prepare_root, withdraw_root
+from trm_jax.train.records import NEVER_BEGAN, RunRecords, lock_root, metric_writers, prepare_root, withdraw_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
 __all__ = ["ArmsFailed", "Interrupted", "check_arms", "run_experiment"]
@@ -80,10 +73,28 @@ def run_experiment(
     check_arms(config)
     root = Path(config.directory)
     runs = [(arm, dataclasses.replace(arm.train, seed=seed)) for seed in config.seeds for arm in config.arms]
-    if resume:
-        for arm, train in runs:
-            RunRecords(root, arm, train).check()
-    prepare_root(config, resume=resume, command=sys.argv if command is None else command)
+    with lock_root(root):
+        if resume:
+            for arm, train in runs:
+                RunRecords(root, arm, train).check()
+        prepare_root(config, resume=resume, command=sys.argv if command is None else command)
+        try:
+            failures = _run_all(runs, root, should_stop)
+        except (Interrupted, CheckpointError):
+            with contextlib.suppress(OSError):  # a disk that refused the checkpoint may refuse this too
+                write_report(root)
+            raise
+        except ValueError:
+            withdraw_root(root)
+            raise
+        report = write_report(root)
+    if failures:
+        raise ArmsFailed(failures, len(runs), report)
+    return report
+
+
+def _run_all(runs: Sequence[tuple[ArmConfig, TrainConfig]], root: Path, should_stop: Callable[[], bool]) -> list[str]:
+    """Every run in order; says which went non-finite."""
     warm_names = _name_warm_starts(root, [train for _, train in runs])
     planned = [
         PlannedRun(arm=name, seed=train.seed, steps=train.warmstart.steps, stage="warmstart")
@@ -92,28 +103,17 @@ def run_experiment(
     planned += [PlannedRun(arm=arm.name, seed=train.seed, steps=train.steps) for arm, train in runs]
     failures: list[str] = []
     broken: dict[Path, str] = {}  # warm starts that diverged: the other arms that share one would diverge there again
-    try:
-        with ConsoleProgress(runs=planned) as progress:
-            for arm, train in runs:
-                if should_stop():
-                    raise Interrupted(f"stopped before arm {arm.name!r}, seed {train.seed}; continue with --resume.")
-                place = warmstart_directory(root, train)
-                run = _ArmRun(arm, train, root, progress, should_stop)
-                try:
-                    run(place, warm_names[place][0] if place in warm_names else "", broken)
-                except NonFiniteError as error:
-                    failures.append(f"arm {arm.slug}, seed {train.seed}: {error}")
-    except (Interrupted, CheckpointError):
-        with contextlib.suppress(OSError):  # a disk that refused the checkpoint may refuse this too
-            write_report(root)
-        raise
-    except ValueError:
-        withdraw_root(root)
-        raise
-    report = write_report(root)
-    if failures:
-        raise ArmsFailed(failures, len(runs), report)
-    return report
+    with ConsoleProgress(runs=planned) as progress:
+        for arm, train in runs:
+            if should_stop():
+                raise Interrupted(f"stopped before arm {arm.name!r}, seed {train.seed}; continue with --resume.")
+            place = warmstart_directory(root, train)
+            run = _ArmRun(arm, train, root, progress, should_stop)
+            try:
+                run(place, warm_names[place][0] if place in warm_names else "", broken)
+            except NonFiniteError as error:
+                failures.append(f"arm {arm.slug}, seed {train.seed}: {error}")
+    return failures
 
 
 def check_arms(config: RunConfig) -> None:
@@ -184,7 +184,7 @@ class _ArmRun:
         if place in broken:
             raise NonFiniteError(broken[place])
         progress, seed, started = self.progress, self.train.seed, False
-        with _writers(place, after=None) as write:
+        with metric_writers(place, after=None) as write:
 
             def on_warm(step: int, record: dict[str, float | str]) -> None:
                 nonlocal started
@@ -214,7 +214,7 @@ class _ArmRun:
         run.resume()
         progress.start_run(arm.name, train.seed, first_step=run.step)
         try:
-            with _writers(records.directory, after=run.step) as write:
+            with metric_writers(records.directory, after=run.step) as write:
 
                 def on_step(step: int, record: dict[str, float | str]) -> None:
                     write(step, record)
@@ -238,29 +238,3 @@ class _ArmRun:
             records.end(outcome, str(error), seconds)
         self.progress.finish_run("failed", str(error))
         raise error
-
-
-@contextlib.contextmanager
-def _writers(directory: Path, *, after: int | None) -> Iterator[Callable[[int, dict[str, float | str]], None]]:
-    """JSONL and TensorBoard; rows past ``after`` (written by a run that was killed before its checkpoint) are removed.
-
-    With ``after`` None, a row replaces those from its step on: the first row of a resumed warm start does it.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    jsonl = JsonlWriter(directory / "metrics.jsonl")
-    if after is not None:
-        jsonl.truncate_after(after if after > 0 else -1)
-    with contextlib.ExitStack() as stack:
-        stack.callback(jsonl.close)
-        writers: list[MultiWriter] = []
-
-        def write(step: int, record: dict[str, float | str]) -> None:
-            if not writers:  # a complete warm start writes nothing, and leaves no empty event file
-                if after is None:
-                    jsonl.truncate_after(step - 1)
-                board = TensorBoardWriter(directory / "tensorboard", resume_after=step - 1 if after is None else after)
-                stack.callback(board.close)
-                writers.append(MultiWriter(jsonl, board))
-            writers[0].write(step, record)
-
-        yield write

@@ -1,21 +1,25 @@
-"""The records of an experiment on disk: ``run.json``, and each run's ``config.json`` and ``result.json``."""
+"""What an experiment leaves on disk: ``run.json``, and settings, metrics and result of each run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trm_jax.report import JsonlWriter, MultiWriter, TensorBoardWriter
 from trm_jax.report.writers import write_atomically
+from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.loop import RunOutcome
 
-__all__ = ["NEVER_BEGAN", "RunRecords", "prepare_root", "read_record", "withdraw_root"]
+__all__ = ["NEVER_BEGAN", "RunRecords", "lock_root", "metric_writers", "prepare_root", "read_record", "withdraw_root"]
 
 NEVER_BEGAN = RunOutcome(
     status="failed", step=0, accuracy_start=math.nan, accuracy_final=math.nan, evaluation_items=0, sampled_tokens=0
@@ -23,11 +27,11 @@ NEVER_BEGAN = RunOutcome(
 """Of a run that failed before its first step."""
 
 
-def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> Path:
-    """Makes the experiment's directory, or checks that the one there is the same experiment.
+def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> None:
+    """Writes ``run.json``; on resuming, what stands there is joined.
 
     Raises:
-      ValueError: it holds a run already (without ``resume``), or cannot be written.
+      ValueError: the directory holds a run already (without ``resume``).
     """
     root = Path(config.directory)
     description = {
@@ -52,14 +56,32 @@ def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> 
         description |= {"created": held["created"], "command": held["command"]}
         description["seeds"] = sorted({*held["seeds"], *config.seeds})
         description["arms"] = [*description["arms"], *(arm for arm in held["arms"] if arm["slug"] not in here)]
+    _write_record(path, description)
+
+
+@contextlib.contextmanager
+def lock_root(root: Path) -> Iterator[None]:
+    """Makes the directory and keeps other processes out; the kernel lets go when this one ends, however it ends.
+
+    Raises:
+      ValueError: it cannot be written, or another process is running there.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _write_record(path, description)
+        lock = (root / ".lock").open("w")
     except OSError as error:
         raise ValueError(
             f"cannot write to the run directory {str(root)!r}: {error.strerror}. Choose another with directory=PATH."
         ) from error
-    return root
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is running in {str(root)!r}. Wait for it, end it, or choose another directory with "
+                "directory=PATH."
+            ) from error
+        yield
 
 
 def withdraw_root(root: Path) -> None:
@@ -128,6 +150,38 @@ class RunRecords:
             "seed": self._train.seed,
         }
         _write_record(path, record)
+
+
+@contextlib.contextmanager
+def metric_writers(directory: Path, *, after: int | None) -> Iterator[Callable[[int, dict[str, float | str]], None]]:
+    """JSONL and TensorBoard; rows past ``after`` (written by a run that was killed before its checkpoint) are removed.
+
+    With ``after`` None, a row replaces those from its step on: the first row of a resumed warm start does it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    jsonl = JsonlWriter(directory / "metrics.jsonl")
+    if after is not None:
+        jsonl.truncate_after(after if after > 0 else -1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(jsonl.close)
+        writers: list[MultiWriter] = []
+
+        def write(step: int, record: dict[str, float | str]) -> None:
+            if not writers:  # a complete warm start writes nothing, and leaves no empty event file
+                if after is None:
+                    jsonl.truncate_after(step - 1)
+                board = TensorBoardWriter(directory / "tensorboard", resume_after=step - 1 if after is None else after)
+                stack.callback(board.close)
+                writers.append(MultiWriter(jsonl, board))
+            try:
+                writers[0].write(step, record)
+            except OSError as error:
+                raise CheckpointError(
+                    f"could not write the metrics of step {step} under {directory}: {error.strerror}. Free some space "
+                    "there, then continue with --resume."
+                ) from error
+
+        yield write
 
 
 def read_record(path: Path, **types: type) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def warm_start(
     graphdef, params = nnx.split(experiment.model)
     schedule = warmstart_schedule(options)
     optimizer = make_optimizer(config.optimizer, schedule)
-    state = init_state(params, optimizer)
+    state = init_state(jax.tree.map(jnp.copy, params), optimizer)  # the update donates it
     shardings = state_shardings(state, optimizer, mesh)
     state = jax.device_put(state, shardings)
     stream = supervised_stream(

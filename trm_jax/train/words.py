@@ -27,6 +27,8 @@ def word_problems(config: TrainConfig) -> Split:
         train = [p for p in every if not held_out(p.prompt, test_permille=task.test_permille)]
     if not train:
         raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
+    if len(train) <= task.shots:
+        raise ValueError(f"task.shots={task.shots} takes all of the {len(train)} problems to train on; lower it.")
     if config.eval.prompts and not test:
         raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
     wanted = config.eval.prompts + config.warmstart.validation
@@ -57,7 +59,12 @@ def chat_problems(config: TrainConfig, words: Any) -> Split:
       ValueError: a problem that holds control tokens, or prompts that do not fit and may not be dropped.
     """
     task, limit = config.task, config.rollout.max_prompt_length
-    train, test = ([_as_chat(p, words, task.system_prompt) for p in part] for part in word_problems(config))
+    train, test = word_problems(config)
+    turns = [{"role": "system", "content": task.system_prompt}]
+    for shot in train[: task.shots]:
+        turns.append({"role": "user", "content": shot.prompt})
+        turns.append({"role": "assistant", "content": shot.demonstration or ""})
+    train, test = ([_as_chat(p, words, turns) for p in part] for part in (train[task.shots :], test))
     tokenizer = ChatTokenizer(words)
     if not task.drop_long_prompts:
         asked = config.eval.prompts + config.warmstart.validation
@@ -82,8 +89,8 @@ def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limi
         )
 
 
-def _as_chat(problem: Problem, tokenizer: Any, system_prompt: str) -> Problem:
-    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": problem.prompt}]
+def _as_chat(problem: Problem, tokenizer: Any, turns: list[dict[str, str]]) -> Problem:
+    messages = [*turns, {"role": "user", "content": problem.prompt}]
     try:
         return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
     except ValueError as error:

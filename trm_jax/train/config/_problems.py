@@ -28,6 +28,8 @@ class TaskConfig:
         or "gsm8k_sample".
       test_path: for gsm8k, the same to evaluate on; empty evaluates on the training file's held-out share.
       system_prompt: for gsm8k, the chat template's system message.
+      shots: for gsm8k, worked examples that stand before the question as earlier turns of the chat: the first training
+        problems, which are then not trained on.
       drop_long_prompts: leave out prompts above the limit (counted, aloud) instead of refusing them.
     """
 
@@ -39,10 +41,12 @@ class TaskConfig:
     path: str = "one_step"
     test_path: str = ""
     system_prompt: str = "Solve the problem step by step. Put your final answer within \\boxed{}."
+    shots: int = 0
     drop_long_prompts: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, 1, "train_size")
+        at_least(self, 0, "shots")
         at_most(self, 2**31 - 1, "train_size")
         require(0 <= self.test_permille < 1000, f"test_permille={self.test_permille}: must lie in [0, 1000).")
 
