@@ -32,6 +32,7 @@ __all__ = [
     "fold_rows",
     "is_token",
     "logit_tile",
+    "product",
     "row_of",
     "softmax_finish",
     "softmax_start",
@@ -107,6 +108,11 @@ class Operands:
             self.names.append(name)
             self.arrays.append(array)
             self.specs.append(pl.BlockSpec(block, index_map))
+
+    def add_support(self, support: Array | None, tiling: Tiling) -> None:
+        """Packed bits: a block holds those of 1024 tokens, a whole number of blocks of the vocabulary."""
+        share, axis = 8 * LANES // tiling.vocabulary, tiling.token_axis
+        self.add("support", support, (tiling.tokens, LANES), lambda *g: (g[axis], g[1 - axis] // share))
 
     def named(self, refs: Any) -> dict[str, Any]:
         """The kernel's references by name."""

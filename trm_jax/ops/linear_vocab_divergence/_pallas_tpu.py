@@ -202,6 +202,7 @@ def _sweep(
     units: Units,
     interpret: Any,
     chip: str | None,
+    blocks: tuple[int, int] | None,
 ) -> Array:
     """One pass over both heads; ``[sums, N]``."""
     p = policies
@@ -209,7 +210,7 @@ def _sweep(
     heads = (p.policy_head,) if p.rollout_head is None else (p.policy_head, p.rollout_head)
     widths = (p.policy_hidden.shape[1], p.rollout_hidden.shape[1])
     this = chip_of(chip)
-    block_n, block_v = divergence_blocks(
+    block_n, block_v = blocks or divergence_blocks(
         this,
         n,
         widths,
@@ -221,8 +222,7 @@ def _sweep(
     operands = Operands()
     add_policy(operands, tiling, "policy_", p.policy_hidden, p.policy_head, None, p.policy_bias)
     add_policy(operands, tiling, "rollout_", p.rollout_hidden, p.rollout_head, p.rollout_scale, p.rollout_bias)
-    block_bits = 8 * LANES // block_v
-    operands.add("support", p.support, (block_n, LANES), lambda i, j: (i, j // block_bits))
+    operands.add_support(p.support, tiling)
     for row, values in {"tokens": row_of(p.tokens, jnp.int32), **rows}.items():
         operands.add(row, values, (1, block_n), tiling.by_token(row=True))
     biased = any(x is not None for x in (p.policy_bias, p.rollout_bias, p.rollout_scale))
@@ -271,6 +271,7 @@ def divergence_statistics(
     logit_soft_cap: float | None = None,
     interpret: Any = False,
     chip: str | None = None,
+    blocks: tuple[int, int] | None = None,
 ) -> DivergencePartial:
     """Statistics of both policies over the given rows of their heads, in one sweep.
 
@@ -284,9 +285,10 @@ def divergence_statistics(
       shift: ``[N]`` finite, near ``z_θ - z_roll``.
       interpret: of ``pl.pallas_call``.
       chip: name in ``CHIPS`` whose blocks to use; None asks the device.
+      blocks: ``(tokens, vocabulary)`` of a block, multiples of 128 of which the second divides 1024; None picks.
 
     Returns:
-      The record of this shard. ``growth`` counts policy mass outside the rollout's support, so ``uncovered`` is 0.
+      The record of this shard. ``growth`` counts policy mass outside the rollout's support, so ``uncovered`` is None.
     """
     units = Units(temperature, logit_soft_cap)
     shared = rollout_head is policy_head and rollout_scale is None
@@ -296,7 +298,7 @@ def divergence_statistics(
     )
     rows = {"shift": row_of(shift)}
     state = (_SUMS, SUBLANES)
-    out = _sweep(_statistics_kernel, policies, rows, 16, "divergence_statistics", state, units, interpret, chip)
+    out = _sweep(_statistics_kernel, policies, rows, 16, "divergence_statistics", state, units, interpret, chip, blocks)
     local = _local(tokens, policy_head.shape[0])
     policy_here = local & (policy_token_logit != -jnp.inf)
     rollout_here = local & (rollout_token_logit != -jnp.inf)
@@ -314,7 +316,7 @@ def divergence_statistics(
         rollout=rollout,
         growth=weight * ((out[7] + out[6]) - out[8]) + growth,
         mean_shift=jnp.where(lost, -jnp.inf, mean),
-        uncovered=jnp.zeros_like(mean),
+        uncovered=None,
     )
 
 
@@ -339,6 +341,7 @@ def divergence_tv(
     logit_soft_cap: float | None = None,
     interpret: Any = False,
     chip: str | None = None,
+    blocks: tuple[int, int] | None = None,
 ) -> Float[Array, " N"]:
     """This shard's addend to the total variation, in one sweep.
 
@@ -358,7 +361,7 @@ def divergence_tv(
         "policy_normaliser": row_of(lse_policy / units.unit),
         "rollout_normaliser": row_of(lse_rollout / units.unit),
     }
-    out = _sweep(_tv_kernel, policies, rows, 1, "divergence_tv", (SUBLANES,), units, interpret, chip)[0]
+    out = _sweep(_tv_kernel, policies, rows, 1, "divergence_tv", (SUBLANES,), units, interpret, chip, blocks)[0]
     local = _local(tokens, policy_head.shape[0])
     p, q = jnp.exp(policy_token_logit - lse_policy), jnp.exp(rollout_token_logit - lse_rollout)
     both = (policy_token_logit != -jnp.inf) & (rollout_token_logit != -jnp.inf)
