@@ -1,9 +1,9 @@
 """TPU kernels of the backward sweeps: logits are recomputed by blocks, ``[N, V]`` never exists.
 
 With ``c = z - logsumexp`` and ``p = exp(c)`` the logit gradient is ``dz = p (slope + entropy_slope c) + [v = y]
-token_slope``, and that of the product before the cap ``dz (1 - tanh²) / T``. One sweep sums ``dz · head`` for a block of
-tokens over the vocabulary, the other ``dzᵀ · hidden`` for a block of the head over the tokens; both in float32, written
-once. As in any two-sweep scheme the logits are computed twice: 8 N V D operations, against 6 with them stored.
+token_slope``, and ``dz (1 - tanh²) / T`` before the cap. One sweep sums ``dz · head`` for a block of tokens over the
+vocabulary, the other ``dzᵀ · hidden`` for a block of the head over the tokens; both in float32, written once. As in any
+two-sweep scheme the logits are computed twice: 8 N V D operations, against 6 with them stored.
 
 A block of tokens without any slope is passed over. One that holds a non-finite row without slopes is cleaned first,
 because 0 times NaN would reach the head.
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._tiles import LANES, SUBLANES, Operands, Tiling, Units, add_policy, logit_tile, product, row_of
+from trm_jax.ops._tiles import LANES, SUBLANES, Operands, Tiling, Units, add_policy, logit_tile, product
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_logps._config import logps_blocks
 
