@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int8
 
 from trm_jax.checks import in_range
 from trm_jax.numerics import AnyArray
-from trm_jax.ops._rows import map_token_chunks
 
 __all__ = [
     "Head",
@@ -18,13 +17,12 @@ __all__ = [
     "cap_slope",
     "check_operands",
     "check_scaling",
+    "finish_logits",
     "head_logits",
     "product_precision",
-    "token_logits",
 ]
 
 _INT8_ROWS = 4096
-_GATHERED_TOKENS = 1024
 
 
 class Head(NamedTuple):
@@ -125,7 +123,8 @@ def _product(hidden: Array, weight: Array) -> Array:
     )
 
 
-def _finish(product: Array, scale: Array | None, bias: Array | None, soft_cap: float | None) -> Array:
+def finish_logits(product: Array, scale: Array | None, bias: Array | None, soft_cap: float | None) -> Array:
+    """``cap(product · scale + bias)``."""
     logits = product if scale is None else product * scale.astype(jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
@@ -143,7 +142,7 @@ def head_logits(hidden: Float[Array, "N D"], head: Head, soft_cap: float | None)
     weight = head.weight
     vocabulary = weight.shape[0]
     if weight.dtype != jnp.int8 or vocabulary <= _INT8_ROWS:
-        return _finish(_product(hidden, weight), head.scale, head.bias, soft_cap)
+        return finish_logits(_product(hidden, weight), head.scale, head.bias, soft_cap)
 
     def step(index: Array, product: Array) -> Array:
         # The last block starts early enough to be whole; what it shares with its neighbour comes out twice the same.
@@ -153,24 +152,9 @@ def head_logits(hidden: Float[Array, "N D"], head: Head, soft_cap: float | None)
 
     start = jnp.zeros((hidden.shape[0], vocabulary), jnp.float32)
     product: Array = jax.lax.fori_loop(0, -(-vocabulary // _INT8_ROWS), step, start)
-    return _finish(product, head.scale, head.bias, soft_cap)
+    return finish_logits(product, head.scale, head.bias, soft_cap)
 
 
 def cap_slope(logits: Float[Array, "N V"], soft_cap: float | None) -> Float[Array, "N V"] | float:
     """Derivative of the cap, from the capped logits."""
     return 1.0 if soft_cap is None else 1.0 - jnp.square(logits / soft_cap)
-
-
-def token_logits(
-    hidden: Float[Array, "N D"], head: Head, tokens: Int[Array, " N"], soft_cap: float | None
-) -> Float[Array, " N"]:
-    """``head_logits`` of one token a row, from a thousand gathered rows of the head at a time; ids are clipped."""
-
-    def chunk(rows: tuple[Array, Array]) -> Array:
-        h, y = rows
-        weight, scale, bias = (None if x is None else jnp.take(x, y, axis=0, mode="clip") for x in head)
-        product = jnp.sum(h.astype(jnp.float32) * jnp.asarray(weight).astype(jnp.float32), axis=-1)
-        return _finish(product, scale, bias, soft_cap)
-
-    out: Array = map_token_chunks(chunk, (hidden, tokens), _GATHERED_TOKENS)
-    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._partials import SoftmaxPartial, TokenGap, merge_softmax, sum_over
 from trm_jax.ops._sharding import Layout, Shard, over_shards
+from trm_jax.ops._token import token_gap, token_logits
 from trm_jax.ops.linear_logps import _chunked
 from trm_jax.ops.linear_logps._types import LinearLogps, LogpsSlopes, logps_slopes
 
@@ -45,9 +46,61 @@ def _statistics(plan: Plan, shard: Shard, rows: _Rows, head: Head) -> tuple[Soft
     hidden, tokens, support = rows
     vocabulary = head.weight.shape[0]
     ids, bits = shard.tokens(tokens), shard.support(support, vocabulary)
-    return _chunked.logps_statistics(
-        hidden, head, ids, bits, scaling=plan.scaling, chunk_size=plan.chunk_size, rows_at_once=plan.rows_at_once
+    if plan.implementation == "chunked":
+        return _chunked.logps_statistics(
+            hidden, head, ids, bits, scaling=plan.scaling, chunk_size=plan.chunk_size, rows_at_once=plan.rows_at_once
+        )
+    from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics  # the kernel language takes long to import
+
+    logit = token_logits(hidden, head, ids, bits, plan.scaling)
+    part = logps_statistics(hidden, head.weight, head.bias, bits, ids, logit, **kernel_options(plan))
+    return part, token_gap(logit, part, ids, vocabulary)
+
+
+def kernel_options(plan: Plan) -> dict[str, Any]:
+    """What every kernel takes; small blocks are much faster in the interpreter."""
+    return {
+        "temperature": plan.scaling.temperature,
+        "logit_soft_cap": plan.scaling.soft_cap,
+        "interpret": plan.interpret,
+        "blocks": (128, 128) if plan.interpret else None,
+    }
+
+
+def _gradients(
+    plan: Plan, shard: Shard, rows: _Rows, slopes: LogpsSlopes, head: Head, head_dtype: jnp.dtype
+) -> tuple[Array, Array, Array | None]:
+    """This shard's addend to the hidden states' gradient, and the gradients of its rows of the head."""
+    hidden, tokens, support = rows
+    ids, bits = shard.tokens(tokens), shard.support(support, head.weight.shape[0])
+    if plan.implementation == "chunked":
+        return _chunked.logps_gradients(
+            hidden,
+            head,
+            ids,
+            bits,
+            slopes,
+            scaling=plan.scaling,
+            chunk_size=plan.chunk_size,
+            head_gradient_dtype=head_dtype,
+        )
+    from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
+
+    out: tuple[Array, Array, Array | None] = logps_gradients(
+        hidden,
+        head.weight,
+        head.bias,
+        ids,
+        bits,
+        slopes.logsumexp,
+        slopes.token,
+        slopes.all,
+        slopes.entropy,
+        hidden_grad_dtype=hidden.dtype if shard.vocab_axis is None else jnp.float32,
+        head_grad_dtype=head_dtype,
+        **kernel_options(plan),
     )
+    return out
 
 
 def _forward(plan: Plan, hidden: Array, head: Head, tokens: Array, support: Array | None) -> LinearLogps:
@@ -82,20 +135,9 @@ def _linear_logps_bwd(plan: Plan, residuals: _Residuals, cotangents: LinearLogps
     def body(
         shard: Shard, rows: tuple[_Rows, LogpsSlopes], heads: tuple[Head, ...]
     ) -> tuple[Array, tuple[Array, Array | None]]:
-        (h, y, bits), slopes = rows
-        vocabulary = heads[0].weight.shape[0]
         # What other devices add must be summed before it is rounded.
         dtype = jnp.dtype(jnp.float32) if shard.token_axis else head.weight.dtype
-        grad_hidden, grad_weight, grad_bias = _chunked.logps_gradients(
-            h,
-            heads[0],
-            shard.tokens(y),
-            shard.support(bits, vocabulary),
-            slopes,
-            scaling=plan.scaling,
-            chunk_size=plan.chunk_size,
-            head_gradient_dtype=dtype,
-        )
+        grad_hidden, grad_weight, grad_bias = _gradients(plan, shard, *rows, heads[0], dtype)
         grad_hidden = sum_over(shard.vocab_axis, grad_hidden).astype(hidden.dtype)
         grad_weight = sum_over(shard.token_axis, grad_weight).astype(head.weight.dtype)
         if grad_bias is not None:

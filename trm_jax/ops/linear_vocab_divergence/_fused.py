@@ -54,20 +54,21 @@ def linear_vocab_divergence_fused(
 
     def body(shard: Shard, rows: _Rows, heads: tuple[Head, ...]) -> VocabDivergence:
         h_policy, h_rollout, y, bits = rows
-        policy_head, rollout_head = heads[0], heads[-1]
-        ids, local_bits = shard.tokens(y), shard.support(bits, policy_head.weight.shape[0])
-        return vocab_divergence_chunked(
-            h_policy,
-            policy_head,
-            h_rollout,
-            rollout_head,
-            ids,
-            local_bits,
-            scaling=plan.scaling,
-            with_tv=plan.with_tv,
-            axis=shard.vocab_axis,
-            chunk_size=plan.chunk_size,
-            rows_at_once=plan.rows_at_once,
+        vocabulary = heads[0].weight.shape[0]
+        operands = (h_policy, heads[0], h_rollout, heads[-1], shard.tokens(y), shard.support(bits, vocabulary))
+        if plan.implementation == "chunked":
+            return vocab_divergence_chunked(
+                *operands,
+                scaling=plan.scaling,
+                with_tv=plan.with_tv,
+                axis=shard.vocab_axis,
+                chunk_size=plan.chunk_size,
+                rows_at_once=plan.rows_at_once,
+            )
+        from trm_jax.ops.linear_vocab_divergence._swept import vocab_divergence_swept  # imports the kernel language
+
+        return vocab_divergence_swept(
+            *operands, scaling=plan.scaling, with_tv=plan.with_tv, axis=shard.vocab_axis, interpret=plan.interpret
         )
 
     out: VocabDivergence = over_shards(plan.layout, body, (policy_hidden, rollout_hidden, tokens, support), heads)
