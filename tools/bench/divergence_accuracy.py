@@ -31,17 +31,19 @@ Float32 = np.ndarray[Any, np.dtype[np.float32]]
 def _peaked(rng: np.random.Generator, rows: int, vocabulary: int) -> Float64:
     """Like a language model's: entropy about 1.7 nats."""
     rank = rng.permuted(np.broadcast_to(np.arange(1, vocabulary + 1), (rows, vocabulary)), axis=1)
-    return -2.2 * np.log(rank) + 12 + 0.5 * rng.normal(size=(rows, vocabulary))
+    out: Float64 = -2.2 * np.log(rank) + 12 + 0.5 * rng.normal(size=(rows, vocabulary))
+    return out
 
 
 def _flat(rng: np.random.Generator, rows: int, vocabulary: int) -> Float64:
     """An untrained model's: entropy about 11.4 nats of at most 11.9."""
-    return rng.normal(size=(rows, vocabulary))
+    out: Float64 = rng.normal(size=(rows, vocabulary))
+    return out
 
 
 def _near_deterministic(rng: np.random.Generator, rows: int, vocabulary: int) -> Float64:
     """One token has all but about 1e-3 of the probability."""
-    z = rng.normal(size=(rows, vocabulary))
+    z: Float64 = rng.normal(size=(rows, vocabulary))
     z[np.arange(rows), rng.integers(0, vocabulary, rows)] = 19.5
     return z
 
@@ -51,7 +53,8 @@ SHAPES: dict[str, Callable[[np.random.Generator, int, int], Float64]] = {
     "flat": _flat,
     "near_deterministic": _near_deterministic,
     "constant_offset": _peaked,
-    "far_apart": _peaked,
+    "large_offset": _peaked,
+    "unrelated": _peaked,
 }
 TARGETS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
@@ -73,23 +76,33 @@ def _pair(shape: str, target: float, rows: int, vocabulary: int) -> tuple[Float3
     """Logits of two policies whose mean KL is about the target, and tokens sampled from the second."""
     rng = np.random.default_rng(zlib.crc32(f"{shape} {target}".encode()))
     rollout = SHAPES[shape](rng, rows, vocabulary)
-    noise = rng.normal(size=rollout.shape)
-    if shape == "near_deterministic":  # the top token must move, or the distance never reaches a nat
-        noise[np.arange(rows), rollout.argmax(-1)] = -3.0
-    offset = {"constant_offset": 0.37, "far_apart": 5.0 * rng.normal(size=(rows, 1))}.get(shape, 0.0)
+    policy: Float64
+    if shape == "unrelated":
+        policy = SHAPES[shape](rng, rows, vocabulary)
+    else:
+        policy = rollout + _step(rng, rollout, target, moves_top=shape == "near_deterministic")
+    if shape == "constant_offset":
+        policy = policy + 0.37
+    if shape == "large_offset":
+        policy = policy + 5.0 * rng.normal(size=(rows, 1))
+    rollout32 = rollout.astype(np.float32)
+    return policy.astype(np.float32), rollout32, (rollout32 + rng.gumbel(size=rollout.shape)).argmax(-1)
+
+
+def _step(rng: np.random.Generator, rollout: Float64, target: float, *, moves_top: bool) -> Float64:
+    """Noise of the size that gives the target; KL grows with it."""
+    noise = np.asarray(rng.normal(size=rollout.shape))
+    if moves_top:  # of a nearly deterministic policy, or the distance never reaches a nat
+        noise[np.arange(len(noise)), rollout.argmax(-1)] = -3.0
     low, high = 0.0, 40.0
-    for _ in range(40):  # KL grows with the size of the noise
+    while high - low > 0.02 * high:
         middle = 0.5 * (low + high) if low else high / 4
         if exact((rollout + middle * noise).astype(np.float32), rollout.astype(np.float32))[0].mean() < target:
             low = middle
         else:
             high = middle
-        if high - low < 0.02 * high:
-            break
-    policy = (rollout + high * noise + offset).astype(np.float32)
-    rollout32 = rollout.astype(np.float32)
-    gumbel = rng.gumbel(size=rollout.shape)
-    return policy, rollout32, (rollout32 + gumbel).argmax(-1)
+    step: Float64 = high * noise
+    return step
 
 
 def measure(
@@ -146,7 +159,13 @@ class Options:
 
 def table(options: Options) -> Iterator[dict[str, Any]]:
     """Every line."""
-    cases = [(s, t, i, w) for i in options.implementations for s in SHAPES for t in TARGETS for w in (True, False)]
+    cases = [
+        (shape, target, implementation, with_tv)
+        for implementation in options.implementations
+        for shape in SHAPES
+        for target in (TARGETS if shape != "unrelated" else TARGETS[-1:])
+        for with_tv in (True, False)
+    ]
     for shape, target, implementation, with_tv in track(cases, description="divergence accuracy"):
         yield measure(
             shape,

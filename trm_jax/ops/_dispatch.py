@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import jax
@@ -30,34 +29,31 @@ def choose_implementation(
     *,
     mesh: AnyMesh | None = None,
     interpret: bool = False,
-    missing: Sequence[str] = (),
 ) -> Implementation:
     """``None`` picks the best that can run; a named one runs or raises, it never falls back.
+
+    The best is the kernel on one TPU and on a mesh of them, the chunked form elsewhere.
 
     Args:
       operator: named in the messages.
       implementation: as the user gave it.
       mesh: where the operands live, when they are sharded.
       interpret: run a kernel in Pallas' interpreter, on any platform.
-      missing: why the kernel cannot take these operands; empty when it can.
 
     Raises:
       ValueError: an unknown name, or the reference on a mesh.
-      NotImplementedError: a kernel on a platform or operands that it has not been made for.
+      NotImplementedError: a kernel on a platform that it has not been made for.
     """
     on_tpu = platform_of(mesh) == "tpu"
     if implementation is None:
-        return "pallas_tpu" if (on_tpu or interpret) and not missing else "chunked"
+        # The compiler cannot split a kernel: without a mesh it would gather operands that several devices share.
+        placed = mesh is not None or jax.device_count() == 1
+        return "pallas_tpu" if (on_tpu and placed) or interpret else "chunked"
     known_name("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "reference" and mesh is not None:
         raise ValueError(
             f"{operator}: implementation='reference' holds full logits and takes no mesh: leave mesh and its axes out "
             "(the compiler shards it), or pass implementation='chunked'"
-        )
-    if implementation == "pallas_tpu" and missing:
-        raise NotImplementedError(
-            f"{operator}: implementation='pallas_tpu' does not take {'; '.join(missing)}: "
-            "pass implementation='chunked' (the same values on every device) or None"
         )
     if implementation == "pallas_tpu" and not (on_tpu or interpret):
         raise NotImplementedError(

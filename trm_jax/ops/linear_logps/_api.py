@@ -63,7 +63,7 @@ def linear_logps(
         log-prob, normaliser and entropy are those of the policy restricted to them.
       chunk_size: tokens whose logits are held at once; 128 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
-        on a TPU, the chunked form elsewhere. A named one runs or raises.
+        on one TPU and on a mesh of them, the chunked form elsewhere. A named one runs or raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
       mesh: the devices that the operands are sharded over.
       vocab_axis: mesh axis of the rows of the head; needed with a mesh. It need not divide V, but a head that it does
