@@ -139,7 +139,7 @@ def add_policy(
         operands.add(f"{prefix}head", head, (tiling.vocabulary, head.shape[1]), tiling.by_vocabulary(row=False))
         operands.add(f"{prefix}scale", row_of(scale), (1, tiling.vocabulary), tiling.by_vocabulary(row=True))
     if bias is not None:
-        floor = jnp.maximum(row_of(bias), MASKED)  # -inf minus -inf would be NaN
+        floor = jnp.maximum(bias.astype(jnp.float32)[None, :], MASKED)  # -inf minus -inf would be NaN
         operands.add(f"{prefix}bias", floor, (1, tiling.vocabulary), tiling.by_vocabulary(row=True))
 
 
@@ -157,7 +157,7 @@ def product(left: Array, right: Array, contract: tuple[int, int]) -> Array:
     )
 
 
-def _along_vocabulary(row: Array, shape: tuple[int, int], on_lanes: bool) -> Array:
+def _along_vocabulary(row: Array, shape: tuple[int, ...], on_lanes: bool) -> Array:
     """``[1, bv]`` spread over a tile whose tokens lie on lanes (or on sublanes)."""
     if not on_lanes:
         return jnp.broadcast_to(row, shape)

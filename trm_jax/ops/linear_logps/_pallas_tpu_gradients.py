@@ -74,7 +74,8 @@ def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
     def tile(ragged: bool) -> None:
         def params(name: str) -> Array:
             k = _ROWS.index(name)
-            return columns[:, k : k + 1]
+            column: Array = columns[:, k : k + 1]
+            return column
 
         ids = columns[:, len(_ROWS) : len(_ROWS) + 1].astype(jnp.int32)
         dz = static.logit_gradient(named, params, ids, j * static.tiling.vocabulary, ragged=ragged, on_lanes=False)
@@ -104,7 +105,7 @@ def _head_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
             ref[...] = jnp.zeros_like(ref)
 
     def tile(ragged: bool, dirty: bool) -> None:
-        rows = named["rows"][...]
+        rows: Array = named["rows"][...]
 
         def params(name: str) -> Array:
             k = _ROWS.index(name)

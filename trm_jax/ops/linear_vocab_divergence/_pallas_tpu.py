@@ -195,7 +195,7 @@ class _Policies(NamedTuple):
 def _sweep(
     kernel: Any,
     policies: _Policies,
-    rows: dict[str, Array],
+    rows: dict[str, Array | None],
     sums: int,
     name: str,
     state: tuple[int, ...],
@@ -230,7 +230,7 @@ def _sweep(
     static = _Static(v, tiling, units, tuple(operands.names), group, biased)
     grid = tiling.grid(n, v)
     reads = sum(head.size * head.dtype.itemsize for head in heads) * grid[0]
-    out = pl.pallas_call(
+    out: Array = pl.pallas_call(
         functools.partial(kernel, static),
         out_shape=jax.ShapeDtypeStruct((sums, grid[0] * block_n), jnp.float32),
         grid=grid,
@@ -302,8 +302,8 @@ def divergence_statistics(
     local = _local(tokens, policy_head.shape[0])
     policy_here = local & (policy_token_logit != -jnp.inf)
     rollout_here = local & (rollout_token_logit != -jnp.inf)
-    policy, _, _ = with_token(*out[:3], policy_token_logit, policy_here, units.unit)
-    rollout, weight, own = with_token(*out[3:6], rollout_token_logit, rollout_here, units.unit)
+    policy, _, _ = with_token(out[0], out[1], out[2], policy_token_logit, policy_here, units.unit)
+    rollout, weight, own = with_token(out[3], out[4], out[5], rollout_token_logit, rollout_here, units.unit)
     both = policy_here & rollout_here
     x = jnp.where(both, (policy_token_logit - rollout_token_logit) - shift, 0.0)
     growth = jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
