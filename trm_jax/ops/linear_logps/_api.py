@@ -5,10 +5,18 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Float, Int, UInt8
 
-from trm_jax.checks import in_range
 from trm_jax.numerics import AnyArray
-from trm_jax.ops._common import Implementation, check_operands, choose_implementation, default_chunk_size
-from trm_jax.ops.linear_logps._chunked import linear_logps_chunked
+from trm_jax.ops._dispatch import (
+    AnyMesh,
+    Implementation,
+    choose_implementation,
+    default_chunk_size,
+    platform_of,
+    rows_at_once,
+)
+from trm_jax.ops._head import Head, check_operands, check_scaling
+from trm_jax.ops._sharding import layout_of
+from trm_jax.ops.linear_logps._fused import Plan, linear_logps_fused
 from trm_jax.ops.linear_logps._reference import linear_logps_reference
 from trm_jax.ops.linear_logps._types import LinearLogps
 
@@ -21,45 +29,73 @@ def linear_logps(
     tokens: Int[AnyArray, " N"],
     *,
     temperature: float = 1.0,
+    logit_soft_cap: float | None = None,
+    bias: Float[AnyArray, " V"] | None = None,
     support: UInt8[AnyArray, "N V8"] | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
+    interpret: bool = False,
+    mesh: AnyMesh | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    token_axis: str | tuple[str, ...] | None = None,
 ) -> LinearLogps:
-    """``log softmax(hidden · headᵀ / temperature)[tokens]`` with normaliser and entropy, never holding ``[N, V]``.
+    """Log-softmax of a linear head at given tokens, with normaliser and entropy, never holding ``[N, V]``.
 
-    Differentiable (reverse mode) in ``hidden`` and ``head``, through all three outputs. Products are accumulated in
-    float32, the head gradient too.
+    ``logps = log softmax(z)[tokens]`` of ``z = cap(hidden · headᵀ + bias) / temperature``, with
+    ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order. Differentiable (reverse mode) in
+    ``hidden``, ``head`` and ``bias``, through all three outputs. Products are accumulated in float32, the head gradient
+    too.
+
+    Without a mesh the chunked form follows the shardings of its operands as the compiler sees fit. With one, each
+    device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token forward; backward the
+    sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head gradient's sum over
+    ``token_axis`` that data parallelism always needs (in float32). The head never moves.
 
     Args:
       hidden: ``[N, D]`` final hidden states, float32 or bfloat16.
       head: ``[V, D]`` row-major, as Hugging Face stores ``lm_head`` and tied embeddings.
       tokens: ``[N]`` ids in ``[0, V)``.
       temperature: positive, static.
+      logit_soft_cap: positive, static; None for none.
+      bias: ``[V]`` added to the logits before the cap; ``-inf`` takes a token (a padding row of the head, say) out of
+        the vocabulary.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left;
         log-prob, normaliser and entropy are those of the policy restricted to them.
       chunk_size: tokens whose logits are held at once; 128 on a CPU and 1024 elsewhere when None.
-      implementation: ``"reference"`` (full logits), ``"chunked"``, ``"pallas_tpu"``; None picks the best available.
+      implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
+        on one TPU and on a mesh of them, the chunked form elsewhere. A named one runs or raises.
+      interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
+      mesh: the devices that the operands are sharded over.
+      vocab_axis: mesh axis of the rows of the head; needed with a mesh. It need not divide V, but a head that it does
+        not divide is copied.
+      token_axis: mesh axis of the tokens; None where every device holds all of them.
 
     Returns:
       ``LinearLogps`` of float32 ``[N]`` arrays. A token outside its row's support gives ``-inf`` and zero gradients; a
       row with an empty support gives entropy 0 and zero gradients; NaN stays in its row unless its gradient is asked.
 
     Raises:
-      ValueError: on shapes, a temperature or a chunk size out of range.
-      NotImplementedError: on an implementation that this version lacks.
+      ValueError: on shapes, axes, or a temperature, cap or chunk size out of range.
+      TypeError: on a head that is not floating point.
+      NotImplementedError: on a kernel that does not run on this platform or with these options.
 
     >>> import numpy as np
     >>> out = linear_logps(jnp.eye(2), jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.array([0, 1]))
     >>> print(np.asarray(out.logps, float).round(4))
     [-0.6931 -1.3133]
     """
-    check_operands(hidden, head, tokens, support, temperature)
-    in_range("chunk_size", chunk_size, low=1)
-    chosen = choose_implementation("linear_logps", implementation)
-    h, w, y = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
+    check_operands("", hidden, head, tokens, support, bias=bias)
+    scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
+    layout = layout_of(mesh, vocab_axis, token_axis)
+    chosen = choose_implementation("linear_logps", implementation, mesh=mesh, interpret=interpret)
+    h, y = jnp.asarray(hidden), jnp.asarray(tokens)
+    w = Head(jnp.asarray(head), None, None if bias is None else jnp.asarray(bias))
     bits = None if support is None else jnp.asarray(support)
     if chosen == "reference":
-        return linear_logps_reference(h, w, y, bits, temperature)
-    size = chunk_size or default_chunk_size()
-    out: LinearLogps = linear_logps_chunked(h, w, y, bits, temperature=float(temperature), chunk_size=int(size))
+        return linear_logps_reference(h, w, y, bits, scaling)
+    platform = platform_of(mesh)
+    size = chunk_size or default_chunk_size(platform)
+    out: LinearLogps = linear_logps_fused(
+        Plan(chosen, scaling, layout, int(size), rows_at_once(platform), interpret), h, w, y, bits
+    )
     return out

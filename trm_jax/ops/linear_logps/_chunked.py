@@ -2,31 +2,28 @@
 
 Forward, a chunk of tokens meets the whole vocabulary (every logit is computed once). Backward, a chunk of the
 vocabulary meets all tokens, so that each row of the head gradient is summed in float32 inside one product and written
-once, in whatever dtype the head has. With ``p_v = exp(z_v - lse)`` the logit gradient is
-
-    ``dz_v = g_logp (1[v = y] - p_v) + g_lse p_v - g_H p_v (z_v - lse + H)``.
+once. Both functions work on one shard of the vocabulary; ``_fused`` merges shards.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.divergences import softmax_statistics
-from trm_jax.ops._common import head_logits, in_support, map_token_chunks, product_precision, restrict, support_at
-from trm_jax.ops.linear_logps._types import LinearLogps
+from trm_jax.ops._head import Head, Scaling, cap_slope, head_logits, product_precision
+from trm_jax.ops._held import softmax_of_rows
+from trm_jax.ops._partials import SoftmaxPartial, TokenGap
+from trm_jax.ops._rows import map_token_chunks
+from trm_jax.ops._support import support_at, unpack_support
+from trm_jax.ops.linear_logps._types import LogpsSlopes
 
-__all__ = ["linear_logps_chunked"]
+__all__ = ["logps_gradients", "logps_statistics", "vocabulary_chunks"]
 
 
-class _Static(NamedTuple):
-    temperature: float
-    chunk_size: int
+_Gradients = tuple[Array, Array, Array | None]
 
 
 def vocabulary_chunks(vocabulary: int, tokens: int, chunk_size: int) -> tuple[int, int]:
@@ -47,99 +44,108 @@ def vocabulary_chunks(vocabulary: int, tokens: int, chunk_size: int) -> tuple[in
     return size, math.ceil(vocabulary / size)
 
 
-def _forward(static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None) -> LinearLogps:
-    def chunk(rows: tuple[Array, Array, Array | None]) -> LinearLogps:
-        h, y, bits = rows
-        stats = softmax_statistics(restrict(head_logits(h, head, static.temperature), bits), y)
-        return LinearLogps(logps=stats.logps, logsumexp=stats.logsumexp, entropy=stats.entropy)
+def logps_statistics(
+    hidden: Float[Array, "N D"],
+    head: Head,
+    tokens: Int[Array, " N"],
+    support: UInt8[Array, "N V8"] | None,
+    *,
+    scaling: Scaling,
+    chunk_size: int,
+    rows_at_once: int,
+) -> tuple[SoftmaxPartial, TokenGap]:
+    """Statistics of these rows of the head; holds ``chunk_size × V`` logits.
 
-    out: LinearLogps = map_token_chunks(chunk, (hidden, tokens, support), static.chunk_size)
+    Args:
+      hidden: all of the shard's tokens.
+      head: the shard's rows.
+      tokens: ids counted from the shard's first row.
+      support: of these rows.
+      scaling: temperature and cap.
+      chunk_size: tokens whose logits are held at once.
+      rows_at_once: of these, how many are reduced together.
+    """
+
+    def chunk(rows: tuple[Array, Array, Array | None]) -> tuple[SoftmaxPartial, TokenGap]:
+        h, y, bits = rows
+        logits = head_logits(h, head, scaling.soft_cap)
+
+        def some(rows: tuple[Array, Array, Array | None]) -> tuple[SoftmaxPartial, TokenGap]:
+            z, y, bits = rows
+            z = z if bits is None else jnp.where(unpack_support(bits, z.shape[1]), z, -jnp.inf)
+            return softmax_of_rows(z, y, scaling.temperature)
+
+        out: tuple[SoftmaxPartial, TokenGap] = map_token_chunks(some, (logits, y, bits), rows_at_once)
+        return out
+
+    out: tuple[SoftmaxPartial, TokenGap] = map_token_chunks(chunk, (hidden, tokens, support), chunk_size)
     return out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_logps(static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None) -> LinearLogps:
-    return _forward(static, hidden, head, tokens, support)
+def logps_gradients(
+    hidden: Float[Array, "N D"],
+    head: Head,
+    tokens: Int[Array, " N"],
+    support: UInt8[Array, "N V8"] | None,
+    slopes: LogpsSlopes,
+    *,
+    scaling: Scaling,
+    chunk_size: int,
+    head_gradient_dtype: jnp.dtype,
+) -> tuple[Float[Array, "N D"], Float[Array, "V D"], Float[Array, " V"] | None]:
+    """What these rows of the head add to the gradient of the hidden states (float32), and their own gradients.
 
-
-_Residuals = tuple[Array, Array, Array, Array | None, LinearLogps]
-
-
-def _linear_logps_fwd(
-    static: _Static, hidden: Array, head: Array, tokens: Array, support: Array | None
-) -> tuple[LinearLogps, _Residuals]:
-    out = _forward(static, hidden, head, tokens, support)
-    return out, (hidden, head, tokens, support, out)
-
-
-def _linear_logps_bwd(
-    static: _Static, residuals: _Residuals, cotangents: LinearLogps
-) -> tuple[Array, Array, None, None]:
-    hidden, head, tokens, support, out = residuals
-    vocabulary, width = head.shape
-    size, count = vocabulary_chunks(vocabulary, hidden.shape[0], static.chunk_size)
+    With ``c = z - logsumexp`` the logit's gradient is ``exp(c) (slope + entropy_slope · c) + 1[v = y] token_slope``.
+    """
+    vocabulary, width = head.weight.shape
+    size, count = vocabulary_chunks(vocabulary, hidden.shape[0], chunk_size)
     pad = size * count - vocabulary
-    padded = jnp.pad(head, ((0, pad), (0, 0))) if pad else head
-    split_head = padded.reshape(size, count, width)  # chunk j holds the rows j, j + count, …, as in map_token_chunks
-    precision = product_precision(hidden, head)
 
-    alive = out.logsumexp > -jnp.inf
-    alive = alive | jnp.isnan(out.logsumexp)
-    legal = alive if support is None else in_support(support, tokens)
-    g_logp = jnp.where(legal, cotangents.logps, 0.0)
-    g_lse, g_entropy = (jnp.where(alive, g, 0.0) for g in (cotangents.logsumexp, cotangents.entropy))
+    def split(x: Array) -> Array:  # chunk j holds the rows j, j + count, …, as in map_token_chunks
+        padded = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)) if pad else x
+        return padded.reshape(size, count, *x.shape[1:])
+
+    split_head = jax.tree.map(split, head)
+    precision = product_precision(hidden, head.weight)
     # A row without a cotangent takes no part, so that NaN in a row nobody asked for stays out of the head gradient.
-    active = ((g_logp != 0) | (g_lse != 0) | (g_entropy != 0))[:, None]
+    active = slopes.active[:, None]
     h = jnp.where(active, hidden, 0)
-    lse = jnp.where(active[:, 0], out.logsumexp, 0.0)[:, None]
-    entropy = jnp.where(active[:, 0], out.entropy, 0.0)[:, None]
+    wide_h = h.astype(jnp.float32)
 
-    def step(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        grad_hidden, grad_head = carry
-        rows = jax.lax.dynamic_index_in_dim(split_head, index, 1, keepdims=False)
+    def step(index: Array, carry: _Gradients) -> _Gradients:
+        grad_hidden, grad_weight, grad_bias = carry
+        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False), split_head)
         ids = jnp.arange(size, dtype=jnp.int32) * count + index
         allowed = (ids < vocabulary)[None, :]
         if support is not None:
             allowed = allowed & support_at(support, jnp.minimum(ids, vocabulary - 1))
-        centred = jnp.where(allowed, head_logits(h, rows, static.temperature) - lse, -jnp.inf)
+        if head.bias is not None:
+            allowed = allowed & ~jnp.isneginf(part.bias)[None, :]
+        logits = head_logits(h, part, scaling.soft_cap)
+        centred = jnp.where(allowed, logits / scaling.temperature - slopes.logsumexp[:, None], -jnp.inf)
         p = jnp.exp(centred)
-        slope = (g_lse - g_logp)[:, None] - g_entropy[:, None] * (jnp.where(p > 0, centred, 0.0) + entropy)
+        slope = slopes.all[:, None] + slopes.entropy[:, None] * jnp.where(p > 0, centred, 0.0)
         hit = (tokens[:, None] == ids[None, :]) & allowed
-        dz = jnp.where(active, p * slope + jnp.where(hit, g_logp[:, None], 0.0), 0.0) / static.temperature
+        dz = jnp.where(active, p * slope + jnp.where(hit, slopes.token[:, None], 0.0), 0.0) / scaling.temperature
+        if scaling.soft_cap is not None:
+            dz = jnp.where(allowed, dz * cap_slope(logits, scaling.soft_cap), 0.0)
         grad_hidden = grad_hidden + jnp.dot(
-            dz, rows.astype(jnp.float32), precision=precision, preferred_element_type=jnp.float32
+            dz, part.weight.astype(jnp.float32), precision=precision, preferred_element_type=jnp.float32
         )
-        grad_rows = jax.lax.dot_general(
-            dz,
-            h.astype(jnp.float32),
-            (((0,), (0,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
+        rows = jax.lax.dot_general(
+            dz, wide_h, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
-        grad_head = jax.lax.dynamic_update_index_in_dim(grad_head, grad_rows.astype(head.dtype), index, 1)
-        return grad_hidden, grad_head
+        grad_weight = jax.lax.dynamic_update_index_in_dim(grad_weight, rows.astype(head_gradient_dtype), index, 1)
+        if grad_bias is not None:
+            grad_bias = jax.lax.dynamic_update_index_in_dim(grad_bias, jnp.sum(dz, axis=0), index, 1)
+        return grad_hidden, grad_weight, grad_bias
 
-    start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(split_head.shape, head.dtype))
-    if count == 1:
-        grad_hidden, grad_head = step(jnp.int32(0), start)
-    else:
-        grad_hidden, grad_head = jax.lax.fori_loop(0, count, step, start)
-    grad_head = grad_head.reshape(size * count, width)[:vocabulary]
-    return grad_hidden.astype(hidden.dtype), grad_head, None, None
-
-
-_linear_logps.defvjp(_linear_logps_fwd, _linear_logps_bwd)
-
-
-@functools.partial(jax.jit, static_argnames=("temperature", "chunk_size"))
-def linear_logps_chunked(
-    hidden: Float[Array, "N D"],
-    head: Float[Array, "V D"],
-    tokens: Int[Array, " N"],
-    support: UInt8[Array, "N V8"] | None,
-    *,
-    temperature: float,
-    chunk_size: int,
-) -> LinearLogps:
-    """Holds ``chunk_size × V`` logits at a time, forward and backward."""
-    return _linear_logps(_Static(temperature, chunk_size), hidden, head, tokens, support)
+    start = (
+        jnp.zeros(hidden.shape, jnp.float32),
+        jnp.zeros(split_head.weight.shape, head_gradient_dtype),
+        None if head.bias is None else jnp.zeros((size, count), jnp.float32),
+    )
+    grads = step(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, step, start)
+    grad_hidden, grad_weight, grad_bias = grads
+    grad_weight = grad_weight.reshape(-1, width)[:vocabulary]
+    return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.reshape(-1)[:vocabulary]

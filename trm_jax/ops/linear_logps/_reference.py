@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._common import head_logits, in_support, restrict
+from trm_jax.ops._head import Head, Scaling, head_logits
+from trm_jax.ops._support import unpack_support
 from trm_jax.ops.linear_logps._types import LinearLogps
 
 __all__ = ["linear_logps_reference"]
@@ -14,20 +15,22 @@ __all__ = ["linear_logps_reference"]
 
 def linear_logps_reference(
     hidden: Float[Array, "N D"],
-    head: Float[Array, "V D"],
+    head: Head,
     tokens: Int[Array, " N"],
     support: UInt8[Array, "N V8"] | None,
-    temperature: float,
+    scaling: Scaling,
 ) -> LinearLogps:
     """Holds ``[N, V]`` logits; for tests and small vocabularies."""
-    raw = head_logits(hidden, head, temperature)
-    z = restrict(raw, support)
-    alive = jnp.any(z > -jnp.inf, axis=-1, keepdims=True)
+    raw = head_logits(hidden, head, scaling.soft_cap) / scaling.temperature
+    z = raw if support is None else jnp.where(unpack_support(support, raw.shape[1]), raw, -jnp.inf)
+    possible = z != -jnp.inf
+    alive = jnp.any(possible, axis=-1, keepdims=True)
     lse = jax.nn.logsumexp(jnp.where(alive, z, 0.0), axis=-1)
-    log_p = jnp.where(z > -jnp.inf, z - lse[:, None], 0.0)
-    entropy = -jnp.sum(jnp.where(z > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)
-    legal = alive[:, 0] if support is None else in_support(support, tokens)
-    logps = jnp.take_along_axis(raw, tokens[:, None].astype(jnp.int32), axis=-1)[:, 0] - lse
+    log_p = jnp.where(possible, z - lse[:, None], 0.0)
+    entropy = -jnp.sum(jnp.where(possible, jnp.exp(log_p) * log_p, 0.0), axis=-1)
+    at_token = tokens[:, None].astype(jnp.int32)
+    legal = jnp.take_along_axis(possible, at_token, axis=-1)[:, 0]
+    logps = jnp.take_along_axis(jnp.where(possible, raw, 0.0), at_token, axis=-1)[:, 0] - lse
     return LinearLogps(
         logps=jnp.where(legal, logps, -jnp.inf),
         logsumexp=jnp.where(alive[:, 0], lse, -jnp.inf),

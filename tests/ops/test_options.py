@@ -1,0 +1,183 @@
+"""Cap, bias, int8 rollout head: both operators in every portable form, against float64 numpy; gradients of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trm_jax import ops
+
+N, D, V = 19, 10, 83
+OPTIONS = {
+    "cap": {"logit_soft_cap": 4.0},
+    "bias": {"bias": True},
+    "all": {"logit_soft_cap": 4.0, "bias": True, "temperature": 0.7, "support": True},
+}
+
+
+def raw_logits(hidden: np.ndarray, head: np.ndarray, bias: np.ndarray | None, cap: float | None) -> np.ndarray:
+    z = hidden.astype(float) @ head.astype(float).T
+    absent = np.zeros(len(head), bool) if bias is None else np.isneginf(bias)
+    z = z if bias is None else z + np.where(absent, 0.0, bias)
+    z = z if cap is None else cap * np.tanh(z / cap)
+    return np.where(absent, -np.inf, z)
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def restricted(z: np.ndarray, given: dict[str, Any], options: dict[str, Any]) -> np.ndarray:
+    if "support" not in options:
+        return z
+    return np.where(np.unpackbits(given["support"], axis=1, count=V, bitorder="little") > 0, z, -np.inf)
+
+
+def keywords(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return {k: given[k] if v is True else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logps_and_gradients(name: str, implementation: Any, operands: Callable[..., dict[str, Any]]) -> None:
+    given, options = operands(N, D, V), OPTIONS[name]
+    hidden, head, tokens, cap = given["hidden"], given["head"], given["tokens"], options.get("logit_soft_cap")
+    bias = given["bias"] if "bias" in options else np.zeros(V, np.float32)
+    temperature = options.get("temperature", 1.0)
+    rest = {k: v for k, v in keywords(given, options).items() if k != "bias"}
+    cotangents = np.random.default_rng(2).normal(size=(3, N)).astype(np.float32)
+
+    def total(h: jax.Array, w: jax.Array, b: jax.Array) -> tuple[jax.Array, ops.LinearLogps]:
+        out = ops.linear_logps(h, w, tokens, bias=b, chunk_size=8, implementation=implementation, **rest)
+        return sum(jnp.sum(x * c) for x, c in zip(out, cotangents, strict=True)), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(hidden, head, bias)
+    raw = raw_logits(hidden, head, bias, cap)
+    z = restricted(raw / temperature, given, options)
+    log_p = log_softmax(z)
+    p, finite = np.exp(log_p), np.maximum(log_p, -1e3)
+    entropy = -(p * finite).sum(-1)
+    # 2e-5: logits of size 10 carry 1e-6 from their float32 product.
+    np.testing.assert_allclose(out.logps, log_p[np.arange(N), tokens], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(out.logsumexp, (z - log_p).max(-1, initial=-1e9, where=p > 0), rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(out.entropy, entropy, rtol=1e-5, atol=2e-5)
+
+    a, b, c = (x[:, None] for x in cotangents)
+    dz = a * (np.eye(V)[tokens] - p) + b * p - c * p * (finite + entropy[:, None])
+    slope = 1.0 if cap is None else 1 - (np.where(np.isinf(raw), 0.0, raw) / cap) ** 2
+    dz = dz * slope / temperature
+    for got, want in zip(grads, (dz @ head, dz.T @ hidden, dz.sum(0)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-5)
+
+
+def test_cap_and_temperature_by_hand() -> None:
+    # z = 2 tanh([3, 0] / 2) / ½ = [3.62059, 0]; log p_0 = -log(1 + e^-3.62059) = -0.026415; the other order would
+    # give 2 tanh([6, 0] / 2) = [1.99011, 0] and -0.127876.
+    out = ops.linear_logps(
+        jnp.array([[3.0]]), jnp.array([[1.0], [0.0]]), jnp.array([0]), temperature=0.5, logit_soft_cap=2.0
+    )
+    np.testing.assert_allclose(out.logps, [-np.log1p(np.exp(-4 * np.tanh(1.5)))], rtol=1e-5)
+    np.testing.assert_allclose(out.logps, [-0.026415], atol=1e-6)
+
+
+def test_padding_rows_by_bias_are_no_tokens(operands: Callable[..., dict[str, Any]]) -> None:
+    given = operands(N, D, V)
+    head = np.concatenate([given["head"], np.ones((13, D), np.float32)])
+    bias = np.where(np.arange(V + 13) < V, 0.0, -np.inf).astype(np.float32)
+
+    def run(head: np.ndarray, bias: np.ndarray | None) -> Any:
+        def total(h: jax.Array, w: jax.Array) -> jax.Array:
+            out = ops.linear_logps(h, w, given["tokens"], bias=bias, logit_soft_cap=4.0, chunk_size=8)
+            return jnp.sum(out.logps + out.entropy)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1)))(given["hidden"], head)
+
+    (value, (grad_hidden, grad_head)), (want, (want_hidden, want_head)) = run(head, bias), run(given["head"], None)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(grad_hidden, want_hidden, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grad_head[:V], want_head, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(grad_head[V:], 0.0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_divergence(name: str, int8: bool, implementation: Any, operands: Callable[..., dict[str, Any]]) -> None:
+    given, options = operands(N, D, V), dict(OPTIONS[name])
+    cap, temperature = options.get("logit_soft_cap"), options.get("temperature", 1.0)
+    rollout_head = given["head"]
+    call: dict[str, Any] = {"rollout_head": rollout_head}
+    if int8:
+        rollout_head = given["int8_head"].astype(float) * given["scale"][:, None]
+        call = {"rollout_head": given["int8_head"], "rollout_head_scale": given["scale"]}
+    if options.pop("bias", False):
+        call |= {"policy_bias": given["bias"], "rollout_bias": given["rollout_bias"]}
+    out = ops.linear_vocab_divergence(
+        policy_hidden=given["hidden"],
+        policy_head=given["head"],
+        rollout_hidden=given["rollout_hidden"],
+        tokens=given["tokens"],
+        chunk_size=8,
+        implementation=implementation,
+        **call,
+        **keywords(given, options),
+    )
+    log_p, log_q = (
+        log_softmax(restricted(raw_logits(h, w, call.get(f"{side}_bias"), cap) / temperature, given, options))
+        for side, h, w in (
+            ("policy", given["hidden"], given["head"]),
+            ("rollout", given["rollout_hidden"], rollout_head),
+        )
+    )
+    p, q = np.exp(log_p), np.exp(log_q)
+    both = q > 0
+    at = np.arange(N), given["tokens"]
+    # 2e-4: float32 products move logits by 1e-6, which a KL of 1e-3 sees to first order in its square root.
+    np.testing.assert_allclose(
+        out.token_kl, (q * (np.where(both, log_q, 0) - np.where(both, log_p, 0))).sum(-1), rtol=2e-4, atol=1e-7
+    )
+    np.testing.assert_allclose(out.token_tv, 0.5 * np.abs(p - q).sum(-1), rtol=2e-4, atol=1e-6)
+    np.testing.assert_allclose(out.policy_logps, log_p[at], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(out.rollout_logps, log_q[at], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(out.rollout_entropy, -(q * np.maximum(log_q, -1e3)).sum(-1), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_a_token_that_only_one_policy_has(implementation: Any) -> None:
+    # Two tokens, equal logits, one of them taken from one side: p = (1, 0) and q = (½, ½), then the reverse.
+    hidden, head = jnp.ones((1, 1)), jnp.zeros((2, 1))
+    bias = jnp.array([0.0, -jnp.inf])
+    options = {"implementation": implementation}
+    tokens = jnp.array([0])
+    lost = ops.linear_vocab_divergence(hidden, head, hidden, head, tokens, policy_bias=bias, **options)
+    assert (lost.token_kl[0], lost.token_tv[0]) == (np.inf, 0.5)
+    kept = ops.linear_vocab_divergence(hidden, head, hidden, head, tokens, rollout_bias=bias, **options)
+    np.testing.assert_allclose([kept.token_kl[0], kept.token_tv[0]], [np.log(2), 0.5], rtol=1e-6)
+
+
+def test_an_int8_head_is_widened_by_blocks() -> None:
+    """Temporaries stay below a float32 copy of the head, 16 MiB; the last block, which overlaps, is right too."""
+    n, d, v = 16, 256, 16_385
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(n, d)).astype(np.float32)
+    int8 = rng.integers(-127, 128, (v, d)).astype(np.int8)
+    scale = rng.uniform(0.5, 1.5, v).astype(np.float32) / 127 / 16
+    tokens = np.append(rng.integers(0, v, n - 1), v - 1)
+    dense = int8 * scale[:, None]
+    args = (hidden, dense, hidden, int8, tokens, scale)
+
+    def run(h: Any, w: Any, r: Any, q: Any, y: Any, s: Any) -> Any:
+        return ops.linear_vocab_divergence(h, w, r, q, y, rollout_head_scale=s, chunk_size=n)
+
+    compiled = jax.jit(run).lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * v * d
+    out = compiled(*map(jnp.asarray, args))
+    log_q = log_softmax(hidden.astype(float) @ (int8 * scale[:, None].astype(float)).T)
+    np.testing.assert_allclose(out.rollout_logps, log_q[np.arange(n), tokens], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out.token_kl, 0.0, atol=1e-9)  # the same head but for the rounding of int8 · scale

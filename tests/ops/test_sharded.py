@@ -1,0 +1,192 @@
+"""``mesh=``: the head's rows over one axis, tokens over another, equal to the unsharded operator, and what travels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trm_jax import ops
+
+FORMS = [{"implementation": "chunked", "chunk_size": 8}, {"implementation": "pallas_tpu", "interpret": True}]
+FORM_IDS = ["chunked", "pallas_tpu"]
+OPTIONS = {"temperature": 0.7, "logit_soft_cap": 6.0}
+
+
+def mesh_of(data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((data, tensor), ("data", "tensor"), axis_types=(axis_type,) * 2)
+
+
+def on(mesh: Mesh) -> dict[str, Any]:
+    return {"mesh": mesh, "vocab_axis": "tensor", "token_axis": "data"}
+
+
+def everything(given: dict[str, Any], full: bool, **options: Any) -> Any:
+    """Values and gradients of both operators; ``full`` with every option."""
+    n = given["hidden"].shape[0]
+    cotangents = np.random.default_rng(9).normal(size=(3, n)).astype(np.float32)
+    extras = {"support": given["support"], **OPTIONS} if full else {}
+
+    def total(hidden: jax.Array, head: jax.Array, bias: jax.Array) -> jax.Array:
+        out = ops.linear_logps(hidden, head, given["tokens"], bias=bias if full else None, **extras, **options)
+        return sum(jnp.sum(x * c) for x, c in zip(out, cotangents, strict=True))
+
+    argnums = (0, 1, 2) if full else (0, 1)
+    logps = jax.value_and_grad(total, argnums)(given["hidden"], given["head"], given["bias"])
+    rollout = {"rollout_head": given["head"]}
+    if full:
+        rollout = {"rollout_head": given["int8_head"], "rollout_head_scale": given["scale"]}
+        rollout |= {"policy_bias": given["bias"], "rollout_bias": given["rollout_bias"]}
+    divergence = ops.linear_vocab_divergence(
+        policy_hidden=given["hidden"],
+        policy_head=given["head"],
+        rollout_hidden=given["rollout_hidden"],
+        tokens=given["tokens"],
+        **rollout,
+        **extras,
+        **options,
+    )
+    return logps, divergence
+
+
+# Neither 101 nor 37 is a multiple of an axis; a shard has 26 or 13 rows, no multiple of 128.
+@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+@pytest.mark.parametrize(("shape", "full"), [((2, 4), True), ((1, 8), False)])
+def test_equals_the_unsharded_operator(
+    form: dict[str, Any], shape: tuple[int, int], full: bool, operands: Callable[..., dict[str, Any]]
+) -> None:
+    given = operands(37, 16, 101)
+    sharded = jax.jit(functools.partial(everything, full=full, **form, **on(mesh_of(*shape))))(given)
+    whole = jax.jit(functools.partial(everything, full=full, implementation="reference"))(given)
+    for path, (got, want) in zip(
+        jax.tree_util.tree_leaves_with_path(sharded),
+        zip(*map(jax.tree.leaves, (sharded, whole)), strict=True),
+        strict=True,
+    ):
+        # float32 sums in another order: 1e-6 of logits of 10, and of sums of 37 tokens.
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=3e-5, err_msg=str(path[0]))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+def test_identical_policies_are_exactly_zero_apart(
+    form: dict[str, Any], operands: Callable[..., dict[str, Any]]
+) -> None:
+    given = operands(16, 16, 101)
+    h, w, b, y = (given[name] for name in ("hidden", "head", "bias", "tokens"))
+    out = ops.linear_vocab_divergence(
+        h, w, h, w, y, policy_bias=b, rollout_bias=b, **OPTIONS, **form, **on(mesh_of(2, 4))
+    )
+    np.testing.assert_array_equal(out.token_kl, 0.0)
+    np.testing.assert_array_equal(out.token_tv, 0.0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+def test_shards_without_any_token(form: dict[str, Any], operands: Callable[..., dict[str, Any]]) -> None:
+    # Five rows over eight devices, and a support that lies in one of them.
+    given = operands(6, 8, 5)
+    support = np.full((6, 1), 0b00010, np.uint8)
+    tokens = np.array([1, 1, 1, 0, 4, 1])
+    both = [
+        ops.linear_logps(given["hidden"], given["head"], tokens, support=support, **options)
+        for options in ({"implementation": "reference"}, {**form, "mesh": mesh_of(1, 8), "vocab_axis": "tensor"})
+    ]
+    np.testing.assert_array_equal(np.isneginf(both[1].logps), [False, False, False, True, True, False])
+    for want, got in zip(*both, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_nan_stays_in_its_row_and_out_of_the_head_gradient(operands: Callable[..., dict[str, Any]]) -> None:
+    given = operands(16, 8, 40)
+    clean, head, tokens = given["hidden"], given["head"], given["tokens"]
+    dirty = clean.copy()
+    dirty[5] = np.nan
+    counted = np.arange(16) != 5
+
+    def total(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logps = ops.linear_logps(h, w, tokens, **on(mesh_of(2, 4))).logps
+        return jnp.sum(jnp.where(counted, logps, 0.0)), logps
+
+    run = jax.jit(jax.grad(total, (0, 1), has_aux=True))
+    (got, logps), (want, _) = run(dirty, head), run(clean, head)
+    np.testing.assert_array_equal(np.isnan(logps), ~counted)
+    np.testing.assert_array_equal(got[0][5], 0.0)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_bfloat16_head_is_summed_over_the_tokens_in_float32() -> None:
+    # 4,096 equal tokens on eight devices: 4096 · ½ = 2048 has no bfloat16 rounding, a sum of rounded parts might.
+    hidden, head = jnp.full((4096, 1), 1.0078125, jnp.bfloat16), jnp.zeros((2, 1), jnp.bfloat16)
+    tokens = jnp.zeros(4096, jnp.int32)
+    grad = jax.grad(lambda w: jnp.sum(ops.linear_logps(hidden, w, tokens, **on(mesh_of(8, 1))).logps))(head)
+    np.testing.assert_array_equal(np.asarray(grad, np.float32), [[2064.0], [-2064.0]])  # 2048 · 1.0078125
+
+
+def test_a_mesh_of_explicit_axes(operands: Callable[..., dict[str, Any]]) -> None:
+    given = operands(16, 8, 40)
+    args = [given[name] for name in ("hidden", "head", "tokens")]
+    mesh = mesh_of(2, 4, AxisType.Explicit)
+    specs = (PartitionSpec("data"), PartitionSpec("tensor"), PartitionSpec("data"))
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda *a: ops.linear_logps(*a, **on(mesh)))(*placed)
+    np.testing.assert_allclose(out.logps, ops.linear_logps(*args).logps, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+def test_only_statistics_and_gradients_travel(
+    form: dict[str, Any],
+    operands: Callable[..., dict[str, Any]],
+    collectives_of: Callable[[str], dict[str, list[int]]],
+) -> None:
+    n, d, v, data, tensor = 16, 32, 128, 2, 4
+    given = operands(n, d, v)
+    mesh = mesh_of(data, tensor)
+    rows, head = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec("tensor"))
+    placed = {k: jax.device_put(x, head if k in ("head", "scale", "bias") else rows) for k, x in given.items()}
+    options = {**form, **on(mesh)}
+    shares = n // data
+
+    def compiled(function: Callable[..., Any], *args: Any) -> dict[str, list[int]]:
+        return collectives_of(jax.jit(function).lower(*args).compile().as_text())
+
+    h, w, r, y = (placed[name] for name in ("hidden", "head", "rollout_hidden", "tokens"))
+    forward = compiled(lambda h, w, y: ops.linear_logps(h, w, y, **options), h, w, y)
+    assert list(forward) == ["all-reduce"], forward
+    assert sum(forward["all-reduce"]) == 20 * shares, forward
+
+    divergence = compiled(lambda h, w, r, y: ops.linear_vocab_divergence(h, w, r, w, y, **options), h, w, r, y)
+    assert list(divergence) == ["all-reduce"], divergence
+    # The chunked form also sums KL: it holds the logits, and that is more accurate than the cumulant.
+    assert sum(divergence["all-reduce"]) <= 60 * shares, divergence
+
+    def total(h: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(ops.linear_logps(h, w, y, **options).logps)
+
+    backward = compiled(jax.grad(total, (0, 1)), h, w, y)
+    assert list(backward) == ["all-reduce"], backward
+    of_hidden, of_head = 4 * shares * d, 4 * (v // tensor) * d  # the head's: data parallelism itself
+    assert sum(backward["all-reduce"]) <= 20 * shares + of_hidden + of_head, backward
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"vocab_axis": "tensor"}, "pass the mesh too"),
+        ({"mesh": True}, "needs vocab_axis"),
+        ({"mesh": True, "vocab_axis": "tensr"}, "did you mean 'tensor'"),
+        ({"mesh": True, "vocab_axis": "tensor", "token_axis": ("data", "tensor")}, "must not share"),
+        ({"mesh": True, "vocab_axis": "tensor", "implementation": "reference"}, "takes no mesh"),
+    ],
+)
+def test_refused_layouts(axes: dict[str, Any], message: str, operands: Callable[..., dict[str, Any]]) -> None:
+    given = operands(4, 8, 16)
+    if "mesh" in axes:
+        axes = axes | {"mesh": mesh_of(2, 4)}
+    with pytest.raises(ValueError, match=message):
+        ops.linear_logps(given["hidden"], given["head"], given["tokens"], **axes)

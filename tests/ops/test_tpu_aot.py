@@ -1,0 +1,50 @@
+"""The kernels compile for real TPU generations and hold no logits in device memory. Needs libtpu, but no TPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "bench" / "tpu_aot.py"
+
+pytestmark = [
+    pytest.mark.tpu_aot,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
+]
+
+
+def compiled(*cases: tuple[object, ...]) -> list[dict[str, object]]:
+    """In a process of its own, whose JAX has never seen another platform."""
+    arguments = [text for case in cases for text in ("--case", json.dumps(case))]
+    done = subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize("kernel", ["logps_statistics", "logps_gradients", "divergence_statistics", "divergence_tv"])
+def test_real_shape(kernel: str, chip: str) -> None:
+    (record,) = compiled((kernel, chip, 4096, 2048, 151_936))
+    assert "error" not in record, record
+    assert record["temp_share_of_logits"] <= 0.01, record
+    assert not record["has_logits_buffer"], record
+
+
+def test_options_and_ragged_shapes() -> None:
+    options = ("two_heads", "int8", "bias", "support", "soft_cap")
+    records = compiled(
+        ("logps_statistics", "v4", 200, 4096, 1500),
+        ("divergence_statistics", "v4", 200, 4096, 1500),
+        *(("divergence_statistics", "v6e", 300, 64, 1500, "bfloat16", option) for option in options),
+        *(("divergence_tv", "v5e", 1, 576, 1500, "float32", option) for option in options if option != "int8"),
+        *(("logps_gradients", "v5p", 300, 576, 1501, "bfloat16", option) for option in options[2:]),
+        ("logps_gradients", "v5e", 300, 100, 7, "float32"),
+    )
+    assert [record for record in records if "error" in record] == []
+    assert len(records) == 15

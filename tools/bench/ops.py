@@ -1,0 +1,313 @@
+"""Time, memory and roofline of the operators, beside naive full logits and what peers do, on the device at hand.
+
+    python tools/bench/ops.py --out experiments/ops_cpu/results.json
+    python tools/bench/ops.py --shapes qwen3-8b --dtype bfloat16 --out experiments/ops_v6e/results.json
+
+Every line is one operator, implementation and shape: median and quartiles of the wall time of single calls, the
+compiler's bytes of temporaries, the FLOPs and bytes that the algorithm needs at least, and the time that the device's
+peak rates allow for them. Peers: "tokamax" (summed loss only, and only where the vocabulary is a multiple of its
+block, because it counts padded columns) and "tunix" (its chunked per-token log-probs); reported as absent when not
+installed. Peak rates of a CPU are measured by one matrix product and one copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.progress import track
+
+from trm_jax import ops
+from trm_jax.types import VocabDivergence
+
+Array = jax.Array
+SHAPES = {
+    "smollm2": (1024, 576, 49_152),
+    "qwen3-0.6b": (4096, 1024, 151_936),
+    "qwen3-8b": (4096, 4096, 151_936),
+}
+PEAKS = {  # dense bfloat16 FLOP/s and bytes/s of device memory, by the vendor
+    "TPU v5 lite": (197e12, 819e9),
+    "TPU v5": (459e12, 2765e9),
+    "TPU v6 lite": (918e12, 1640e9),
+    "TPU7x": (1153e12, 3690e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      out: JSON file to write.
+      shapes: names of (tokens, width, vocabulary).
+      dtype: of hidden states and heads.
+      repeats: timed calls of each line.
+      only: parts of the names of the lines to measure; all when empty.
+    """
+
+    out: Path
+    shapes: Sequence[Literal["smollm2", "qwen3-0.6b", "qwen3-8b"]] = ("smollm2",)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    repeats: int = 7
+    only: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+      operator: "linear_logps", "linear_logps_gradient" or "linear_vocab_divergence".
+      form: implementation or peer.
+      function: of (hidden, head, rollout_hidden, tokens).
+      products: how many ``2 N D V`` FLOPs its mathematics needs at least.
+    """
+
+    operator: str
+    form: str
+    function: Callable[..., Any]
+    products: int
+
+
+def _logits(hidden: Array, head: Array) -> Array:
+    return jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
+
+
+def _at(log_p: Array, tokens: Array) -> Array:
+    return jnp.take_along_axis(log_p, tokens[:, None], axis=1)[:, 0]
+
+
+def _naive_divergence(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> VocabDivergence:
+    log_p, log_q = (jax.nn.log_softmax(_logits(h, head)) for h in (hidden, rollout_hidden))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    return VocabDivergence(
+        policy_logps=_at(log_p, tokens),
+        rollout_logps=_at(log_q, tokens),
+        token_kl=jnp.sum(q * (log_q - log_p), axis=-1),
+        token_tv=0.5 * jnp.sum(jnp.abs(p - q), axis=-1),
+        policy_entropy=-jnp.sum(p * log_p, axis=-1),
+        rollout_entropy=-jnp.sum(q * log_q, axis=-1),
+    )
+
+
+def _naive_logps(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> tuple[Array, Array]:
+    log_p = jax.nn.log_softmax(_logits(hidden, head))
+    return _at(log_p, tokens), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def _loss(logps: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:
+    """Value and gradients of what a trainer needs: token log-probs with weights of their own."""
+
+    def total(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> Array:
+        return jnp.sum(logps(hidden, head, rollout_hidden, tokens)[0] * jnp.linspace(-1.0, 1.0, tokens.shape[0]))
+
+    return jax.value_and_grad(total, (0, 1))
+
+
+def _ours(implementation: str, vocabulary_divergence: bool, with_tv: bool = True) -> Callable[..., Any]:
+    chosen: Any = implementation
+    if vocabulary_divergence:
+        return lambda h, w, r, y: ops.linear_vocab_divergence(h, w, r, w, y, with_tv=with_tv, implementation=chosen)
+    return lambda h, w, r, y: ops.linear_logps(h, w, y, implementation=chosen)
+
+
+def _tunix_logps(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> tuple[Array, ...]:
+    """What ``tunix.rl.common.compute_per_token_logps`` does behind the model: rematerialised chunks of the sequence."""
+    selective_log_softmax = importlib.import_module("tunix.rl.common").selective_log_softmax
+    size = 128
+    h, y = hidden.reshape(-1, size, hidden.shape[1]), tokens.reshape(-1, size)
+
+    @jax.checkpoint
+    def chunk(_: None, rows: tuple[Array, Array]) -> tuple[None, Array]:
+        return None, selective_log_softmax(_logits(rows[0], head), rows[1])
+
+    return (jax.lax.scan(chunk, None, (h, y))[1].reshape(-1),)
+
+
+def _tokamax_loss(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> Array:
+    loss: Array = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss(
+        hidden, tokens, head.T, reduction="sum"
+    )
+    return loss
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def cases(vocabulary: int) -> tuple[list[Case], dict[str, str]]:
+    """The lines to measure, and why some are absent."""
+    on_tpu = jax.default_backend() == "tpu"
+    forms = ["chunked", *(["pallas_tpu"] if on_tpu else [])]
+    absent = {} if on_tpu else {"pallas_tpu": "needs a TPU"}
+    out = [
+        Case("linear_logps", "naive", _naive_logps, 1),
+        *(Case("linear_logps", form, _ours(form, False), 1) for form in forms),
+        Case("linear_logps_gradient", "naive", _loss(_naive_logps), 3),
+        *(Case("linear_logps_gradient", form, _loss(_ours(form, False)), 3) for form in forms),
+        Case("linear_vocab_divergence", "naive", _naive_divergence, 2),
+        *(Case("linear_vocab_divergence", form, _ours(form, True), 2) for form in forms),
+        *(Case("linear_vocab_divergence_no_tv", form, _ours(form, True, with_tv=False), 2) for form in forms),
+    ]
+    if _installed("tunix"):
+        out += [
+            Case("linear_logps", "tunix", _tunix_logps, 1),
+            Case("linear_logps_gradient", "tunix", _loss(_tunix_logps), 3),
+        ]
+    else:
+        absent["tunix"] = "google-tunix is not installed"
+    if not _installed("tokamax"):
+        absent["tokamax"] = "tokamax is not installed"
+    elif vocabulary % 2048:
+        absent["tokamax"] = f"wrong where its block of 2,048 does not divide the vocabulary, {vocabulary}"
+    else:
+        gradient = jax.value_and_grad(_tokamax_loss, (0, 1))
+        out += [
+            Case("linear_logps", "tokamax", _tokamax_loss, 1),
+            Case("linear_logps_gradient", "tokamax", gradient, 3),
+        ]
+    return out, absent
+
+
+def peaks(dtype: jnp.dtype) -> tuple[float, float, str]:
+    """FLOP/s and bytes/s of the device, and where they come from."""
+    kind = jax.devices()[0].device_kind
+    if kind in PEAKS:
+        flops, rate = PEAKS[kind]
+        return flops, rate, "vendor"
+    a, b = jnp.ones((1024, 2048), dtype), jnp.ones((2048, 8192), dtype)
+    big = jnp.ones(1 << 26, jnp.float32)
+    product = min(_times(jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)), (a, b), 5))
+    copy = min(_times(jax.jit(lambda x: x + 1), (big,), 5))
+    return 2 * 1024 * 2048 * 8192 / product, 2 * big.nbytes / copy, "measured: product 1024x2048x8192, copy 256 MiB"
+
+
+def _times(function: Callable[..., Any], args: Sequence[Any], repeats: int) -> list[float]:
+    jax.block_until_ready(function(*args))
+    out = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        out.append(time.perf_counter() - start)
+    return out
+
+
+def measure(case: Case, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: int) -> dict[str, Any]:
+    """One line."""
+    n, d, v = shape
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(n, d))
+    rollout = hidden + 0.02 * rng.normal(size=(n, d))
+    head = rng.normal(size=(v, d)) * 2 / np.sqrt(d)
+    args = (*(jnp.asarray(x, dtype) for x in (hidden, head, rollout)), jnp.asarray(rng.integers(0, v, n)))
+    del hidden, rollout, head
+    started = time.perf_counter()
+    compiled = jax.jit(case.function).lower(*args).compile()
+    compile_seconds = time.perf_counter() - started
+    memory: Any = compiled.memory_analysis()
+    cpu = time.process_time()
+    times = _times(compiled, args, repeats)
+    cpu = (time.process_time() - cpu) / (repeats + 1)
+    low, median, high = statistics.quantiles(times, n=4)
+    item = jnp.dtype(dtype).itemsize
+    heads = 1 if case.products < 3 else 2  # a gradient is written as well
+    return {
+        "operator": case.operator,
+        "form": case.form,
+        "tokens": n,
+        "width": d,
+        "vocabulary": v,
+        "dtype": jnp.dtype(dtype).name,
+        "seconds_median": median,
+        "seconds_quartiles": [low, high],
+        "seconds_all": times,
+        "cpu_seconds": cpu,
+        "compile_seconds": compile_seconds,
+        "temporary_bytes": int(memory.temp_size_in_bytes),
+        "argument_bytes": int(memory.argument_size_in_bytes),
+        "output_bytes": int(memory.output_size_in_bytes),
+        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "least_flops": 2 * n * d * v * case.products,
+        "least_bytes": heads * v * d * item + 2 * heads * n * d * item,
+    }
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main(options: Options) -> None:
+    """Measures and writes."""
+    dtype = jnp.dtype(options.dtype)
+    flops, rate, source = peaks(dtype)
+    lines: list[dict[str, Any]] = []
+    absent: dict[str, str] = {}
+    for name in options.shapes:
+        shape = SHAPES[name]
+        wanted, missing = cases(shape[2])
+        absent |= missing
+        chosen = [
+            c for c in wanted if not options.only or any(part in f"{c.operator} {c.form}" for part in options.only)
+        ]
+        # Small programs first: the process's peak is then that of the line at hand.
+        for case in track(sorted(chosen, key=lambda c: c.form == "naive"), description=name):
+            line = measure(case, shape, dtype, options.repeats)
+            line["bound_seconds"] = max(line["least_flops"] / flops, line["least_bytes"] / rate)
+            line["share_of_bound"] = line["bound_seconds"] / line["seconds_median"]
+            lines.append(line)
+            gc.collect()
+    by_key = {(line["operator"], line["vocabulary"], line["form"]): line for line in lines}
+    for line in lines:
+        naive = by_key.get((line["operator"].removesuffix("_no_tv"), line["vocabulary"], "naive"))
+        if naive:
+            line["time_over_naive"] = line["seconds_median"] / naive["seconds_median"]
+            line["temporaries_over_naive"] = line["temporary_bytes"] / naive["temporary_bytes"]
+    device = jax.devices()[0]
+    record = {
+        "command": f"python tools/bench/ops.py {' '.join(options.shapes)}",
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "jax": jax.__version__,
+        "peers": {
+            n: importlib.metadata.version(p)
+            for n, p in (("tunix", "google-tunix"), ("tokamax", "tokamax"))
+            if _installed(n)
+        },
+        "absent": absent,
+        "peak_flops": flops,
+        "peak_bytes_per_second": rate,
+        "peak_source": source,
+        "lines": lines,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for line in lines:
+        print(
+            f"{line['operator']:32s} {line['form']:10s} {line['seconds_median']:8.3f} s  "
+            f"{line['temporary_bytes'] / 2**20:8.0f} MiB  {100 * line['share_of_bound']:3.0f}% of bound  "
+            f"{line.get('time_over_naive', float('nan')):.2f}x naive"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

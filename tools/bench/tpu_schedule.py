@@ -1,0 +1,133 @@
+"""Static schedule of the TPU kernels: cycles of one grid step and matrix unit occupancy, from the compiler's dumps.
+
+    python tools/bench/tpu_schedule.py --output experiments/tpu_schedule/results.json
+    python tools/bench/tpu_schedule.py --chip v6e --kernel divergence_tv --width 4096
+
+Needs libtpu, no TPU. **Static figures, not timings**: the compiler lists the bundles that it will issue, one a cycle,
+and knows neither memory nor contention. Where the matrix unit needs longer than the bundles say (its occupancy is not
+modelled on every generation), the ideal counts: occupancy is ``ideal / max(bundles, ideal)``, ideal being the
+operations of the products over the peak per cycle. Recorded is the usual tile, the one without the check of a ragged
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trm_jax.ops._vmem import CHIPS
+from trm_jax.ops.linear_logps._config import logps_blocks
+from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks
+
+PRODUCTS = {
+    "logps_statistics": ("logps_statistics", 1),
+    "logps_hidden_gradient": ("logps_gradients", 2),
+    "logps_head_gradient": ("logps_gradients", 2),
+    "divergence_statistics": ("divergence_statistics", 2),
+    "divergence_tv": ("divergence_tv", 2),
+}
+"""The call that contains each kernel, and its products of a block of tokens with a block of the head."""
+
+TOKENS, VOCABULARY = 2048, 151_936
+
+
+def regions(bundles: Path, utilisation: Path) -> list[dict[str, Any]]:
+    """Straight-line stretches of a kernel, in cycles, with the share of each unit's slots that they use."""
+    rows = [line.split() for line in utilisation.read_text().splitlines()]
+    names = next(line for line in utilisation.read_text().splitlines() if line.startswith("MXU"))
+    units = [name.strip() for name in names.split(",")]
+    capacity, *used = [[int(x) for x in row] for row in rows if len(row) == len(units) and row[0].isdigit()]
+    starts, last = [0], 0
+    for line in bundles.read_text(errors="ignore").splitlines():
+        if found := re.match(r"\s*(0x[0-9a-f]+)\s+(LB|LH|LE|PB|PF|CT)?\s*:", line):
+            last = int(found[1], 16)
+            if found[2]:
+                starts.append(last)
+    out = []
+    for begin, end in zip(starts, [*starts[1:], last + 1], strict=True):
+        if end > begin:
+            sums = [sum(row[i] for row in used[begin:end]) for i in range(len(units))]
+            shares = {u: round(s / c / (end - begin), 3) for u, s, c in zip(units, sums, capacity, strict=True)}
+            out.append({"cycles": end - begin, "units": shares})
+    return out
+
+
+def usual_tile(stretches: list[dict[str, Any]]) -> dict[str, Any]:
+    """The shortest stretch that is a tile at all."""
+    longest = max(stretch["cycles"] for stretch in stretches)
+    return min((s for s in stretches if s["cycles"] > longest / 2), key=lambda s: int(s["cycles"]))
+
+
+def measure(call: str, chip_name: str, width: int) -> list[dict[str, Any]]:
+    """Every kernel of one call, compiled in a process of its own that dumps its schedule."""
+    chip = CHIPS[chip_name]
+    with tempfile.TemporaryDirectory() as folder:
+        case = json.dumps([call, chip_name, TOKENS, width, VOCABULARY])
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        command = [sys.executable, str(Path(__file__).with_name("tpu_aot.py")), "--case", case]
+        done = subprocess.run(command, env=os.environ | {"LIBTPU_INIT_ARGS": flags}, capture_output=True, text=True)
+        if done.returncode or '"error"' in done.stdout:
+            raise RuntimeError(f"{case} did not compile: {done.stdout[-500:]} {done.stderr[-500:]}")
+        records = []
+        for kernel, (owner, products) in PRODUCTS.items():
+            if owner != call:
+                continue
+            if call.startswith("logps"):
+                blocks = logps_blocks(chip, TOKENS, width, 2, 2, supported=False, gradient=call.endswith("gradients"))
+            else:
+                blocks = divergence_blocks(chip, TOKENS, (width, width), (2, 2), (2,), supported=False)
+            bundles = [p for p in Path(folder).glob(f"*{kernel}*-final_bundles.txt") if "analysis" not in p.name]
+            (used,) = Path(folder).glob(f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt")
+            tile = usual_tile(regions(bundles[0], used))
+            ideal = 2 * products * blocks[0] * blocks[1] * width // chip.flops_per_cycle
+            records.append(
+                {
+                    "kernel": kernel,
+                    "chip": chip_name,
+                    "width": width,
+                    "block_tokens": blocks[0],
+                    "block_vocabulary": blocks[1],
+                    "static_cycles": tile["cycles"],
+                    "ideal_cycles": ideal,
+                    "occupancy": round(ideal / max(tile["cycles"], ideal), 4),
+                    "slots_used": tile["units"],
+                }
+            )
+        return records
+
+
+def main() -> None:
+    """Prints a table; the file is written after each call, so that an interrupted run keeps what it has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", action="append", choices=list(CHIPS))
+    parser.add_argument("--kernel", action="append", choices=sorted({call for call, _ in PRODUCTS.values()}))
+    parser.add_argument("--width", action="append", type=int)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for chip in args.chip or ("v5e", "v5p", "v6e", "tpu7x"):
+        for width in args.width or (2048, 4096):
+            for call in args.kernel or dict.fromkeys(call for call, _ in PRODUCTS.values()):
+                for record in measure(call, chip, width):
+                    results.append(record)
+                    blocks = f"{record['block_tokens']}x{record['block_vocabulary']}"
+                    print(
+                        f"{record['kernel']:22} {chip:6} D={width:<5} {blocks:9} static {record['static_cycles']:6} "
+                        f"ideal {record['ideal_cycles']:6} occupancy {record['occupancy']:.1%}",
+                        flush=True,
+                    )
+                if args.output:
+                    args.output.parent.mkdir(parents=True, exist_ok=True)
+                    note = "static figures from the compiler's schedule, not timings"
+                    args.output.write_text(json.dumps({"note": note, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Which implementation runs, and the sizes that suit the platform it runs on."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import jax
+
+from trm_jax.checks import known_name
+
+__all__ = ["AnyMesh", "Implementation", "choose_implementation", "default_chunk_size", "platform_of", "rows_at_once"]
+
+Implementation: TypeAlias = Literal["reference", "chunked", "pallas_tpu"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "chunked", "pallas_tpu")
+
+AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def platform_of(mesh: AnyMesh | None) -> str:
+    """``"cpu"``, ``"tpu"`` or ``"gpu"``: of the mesh's devices, of the default backend without any."""
+    if isinstance(mesh, jax.sharding.Mesh):
+        return str(mesh.devices.flat[0].platform)
+    return jax.default_backend()
+
+
+def choose_implementation(
+    operator: str,
+    implementation: Implementation | None,
+    *,
+    mesh: AnyMesh | None = None,
+    interpret: bool = False,
+) -> Implementation:
+    """``None`` picks the best that can run; a named one runs or raises, it never falls back.
+
+    The best is the kernel on one TPU and on a mesh of them, the chunked form elsewhere.
+
+    Args:
+      operator: named in the messages.
+      implementation: as the user gave it.
+      mesh: where the operands live, when they are sharded.
+      interpret: run a kernel in Pallas' interpreter, on any platform.
+
+    Raises:
+      ValueError: an unknown name, or the reference on a mesh.
+      NotImplementedError: a kernel on a platform that it has not been made for.
+    """
+    on_tpu = platform_of(mesh) == "tpu"
+    if implementation is None:
+        # The compiler cannot split a kernel: without a mesh it would gather operands that several devices share.
+        placed = mesh is not None or jax.device_count() == 1
+        return "pallas_tpu" if (on_tpu and placed) or interpret else "chunked"
+    known_name("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "reference" and mesh is not None:
+        raise ValueError(
+            f"{operator}: implementation='reference' holds full logits and takes no mesh: leave mesh and its axes out "
+            "(the compiler shards it), or pass implementation='chunked'"
+        )
+    if implementation == "pallas_tpu" and not (on_tpu or interpret):
+        raise NotImplementedError(
+            f"{operator}: implementation='pallas_tpu' needs a TPU, given platform {platform_of(mesh)!r}: pass "
+            "implementation='chunked' (the same values on every device) or None, or interpret=True to run the kernel "
+            "slowly on this platform"
+        )
+    return implementation
+
+
+def default_chunk_size(platform: str) -> int:
+    """Tokens whose logits are held at once: 128 is fastest on a CPU, an accelerator wants larger products."""
+    return 128 if platform == "cpu" else 1024
+
+
+def rows_at_once(platform: str) -> int:
+    """Rows of held logits that are reduced together: a few stay in a CPU's cache, an accelerator wants them all."""
+    return 8 if platform == "cpu" else 1 << 30

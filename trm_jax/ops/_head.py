@@ -1,0 +1,160 @@
+"""A head (weight, scale, bias) and the logits that it makes of hidden states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
+
+from trm_jax.checks import in_range
+from trm_jax.numerics import AnyArray
+
+__all__ = [
+    "Head",
+    "Scaling",
+    "cap_slope",
+    "check_operands",
+    "check_scaling",
+    "finish_logits",
+    "head_logits",
+    "product_precision",
+]
+
+_INT8_ROWS = 4096
+
+
+class Head(NamedTuple):
+    """The rows of a head, or of one shard of it.
+
+    Attributes:
+      weight: ``[V, D]`` row-major.
+      scale: ``[V]`` factor of each row's logit, of a quantised weight.
+      bias: ``[V]`` added to each row's logit; ``-inf`` takes the token out of the vocabulary.
+    """
+
+    weight: Float[Array, "V D"] | Int8[Array, "V D"]
+    scale: Float[Array, " V"] | None = None
+    bias: Float[Array, " V"] | None = None
+
+
+class Scaling(NamedTuple):
+    """What happens to a logit behind the head: ``cap · tanh(z / cap) / temperature``, in Gemma's order."""
+
+    temperature: float
+    soft_cap: float | None
+
+
+def check_operands(
+    role: str,
+    hidden: AnyArray,
+    head: AnyArray,
+    tokens: AnyArray,
+    support: AnyArray | None,
+    *,
+    scale: AnyArray | None = None,
+    bias: AnyArray | None = None,
+) -> None:
+    """Shapes of one policy's operands; ``role`` (``""``, ``"policy_"``, ``"rollout_"``) starts their names.
+
+    Raises:
+      ValueError: naming what was given and what is required.
+      TypeError: an integer head without its scale, or a scale without an integer head.
+    """
+    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
+        raise ValueError(
+            f"{role}hidden must be [N, D] and {role}head [V, D] (rows are tokens), given {list(hidden.shape)} and "
+            f"{list(head.shape)}: flatten leading axes, transpose a [D, V] head"
+        )
+    if tuple(tokens.shape) != (hidden.shape[0],):
+        raise ValueError(
+            f"tokens must be [{hidden.shape[0]}], one for each row of {role}hidden, given {list(tokens.shape)}"
+        )
+    vocabulary = head.shape[0]
+    if support is not None and tuple(support.shape) != (hidden.shape[0], -(-vocabulary // 8)):
+        raise ValueError(
+            f"support must be [{hidden.shape[0]}, {-(-vocabulary // 8)}] uint8, one bit for each token of the head, "
+            f"given {list(support.shape)}"
+        )
+    for name, vector in ((f"{role}head_scale", scale), (f"{role}bias", bias)):
+        if vector is not None and tuple(vector.shape) != (vocabulary,):
+            raise ValueError(
+                f"{name} must be [{vocabulary}], one for each row of {role}head, given {list(vector.shape)}"
+            )
+    if (head.dtype == jnp.int8) != (scale is not None) or not (head.dtype == jnp.int8 or _is_float(head)):
+        raise TypeError(
+            f"{role}head must be float32 or bfloat16, or int8 with its {role}head_scale, given {head.dtype} "
+            f"{'without' if scale is None else 'with'} a scale"
+        )
+
+
+def _is_float(array: AnyArray) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: int | None) -> Scaling:
+    """The static numbers, checked.
+
+    Raises:
+      ValueError: one of them out of range.
+    """
+    in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
+    in_range("logit_soft_cap", logit_soft_cap, low=0.0, low_open=True, high_open=True)
+    in_range("chunk_size", chunk_size, low=1)
+    return Scaling(float(temperature), None if logit_soft_cap is None else float(logit_soft_cap))
+
+
+def product_precision(*operands: AnyArray) -> jax.lax.Precision:
+    """Exact products as soon as one operand is float32; one bfloat16 pass is exact already for bfloat16 and int8."""
+    exact = any(operand.dtype == jnp.float32 for operand in operands)
+    return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+
+
+def _product(hidden: Array, weight: Array) -> Array:
+    """``hidden · weightᵀ``, accumulated in float32 whatever the dtype of the operands."""
+    dtype = hidden.dtype if weight.dtype == jnp.int8 else jnp.promote_types(hidden.dtype, weight.dtype)
+    return jax.lax.dot_general(
+        hidden.astype(dtype),
+        weight.astype(dtype),
+        (((1,), (1,)), ((), ())),
+        precision=product_precision(hidden, weight),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def finish_logits(product: Array, scale: Array | None, bias: Array | None, soft_cap: float | None) -> Array:
+    """``cap(product · scale + bias)``."""
+    logits = product if scale is None else product * scale.astype(jnp.float32)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    if soft_cap is not None:
+        capped = soft_cap * jnp.tanh(logits / soft_cap)
+        logits = capped if bias is None else jnp.where(jnp.isneginf(bias), -jnp.inf, capped)
+    return logits
+
+
+def head_logits(hidden: Float[Array, "N D"], head: Head, soft_cap: float | None) -> Float[Array, "N V"]:
+    """Float32 logits before the temperature: ``cap(hidden · weightᵀ · scale + bias)``.
+
+    An int8 weight is widened some thousand rows at a time.
+    """
+    weight = head.weight
+    vocabulary = weight.shape[0]
+    if weight.dtype != jnp.int8 or vocabulary <= _INT8_ROWS:
+        return finish_logits(_product(hidden, weight), head.scale, head.bias, soft_cap)
+
+    def step(index: Array, product: Array) -> Array:
+        # The last block starts early enough to be whole; what it shares with its neighbour comes out twice the same.
+        start = jnp.minimum(index * _INT8_ROWS, vocabulary - _INT8_ROWS)
+        rows = jax.lax.dynamic_slice_in_dim(weight, start, _INT8_ROWS)
+        return jax.lax.dynamic_update_slice_in_dim(product, _product(hidden, rows), start, 1)
+
+    start = jnp.zeros((hidden.shape[0], vocabulary), jnp.float32)
+    product: Array = jax.lax.fori_loop(0, -(-vocabulary // _INT8_ROWS), step, start)
+    return finish_logits(product, head.scale, head.bias, soft_cap)
+
+
+def cap_slope(logits: Float[Array, "N V"], soft_cap: float | None) -> Float[Array, "N V"] | float:
+    """Derivative of the cap, from the capped logits."""
+    return 1.0 if soft_cap is None else 1.0 - jnp.square(logits / soft_cap)

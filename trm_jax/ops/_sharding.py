@@ -1,0 +1,154 @@
+"""Operators over a mesh: tokens along one axis, rows of the head along another; shards need not be equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, UInt8
+
+from trm_jax.checks import known_name
+from trm_jax.ops._dispatch import AnyMesh
+from trm_jax.ops._head import Head
+from trm_jax.ops._partials import AxisName
+from trm_jax.ops._support import shard_support
+
+__all__ = ["Layout", "Shard", "layout_of", "over_shards"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the operands lie.
+
+    Attributes:
+      mesh: its other axes hold copies.
+      vocab_axis: mesh axis (or axes) of the rows of the head.
+      token_axis: mesh axis (or axes) of the tokens; None where every device holds all of them.
+    """
+
+    mesh: AnyMesh
+    vocab_axis: str | tuple[str, ...]
+    token_axis: AxisName
+
+    def devices(self, axis: AxisName) -> int:
+        """How many shards an axis makes."""
+        return math.prod(self.mesh.shape[name] for name in _names(axis))
+
+
+class Shard(NamedTuple):
+    """What one device knows of its place.
+
+    Attributes:
+      start: id of the first row of the head that it holds.
+      vocab_axis: mesh axis over which statistics are merged; None when it holds the whole vocabulary.
+      token_axis: mesh axis over which gradients of the head are summed; None when it holds all tokens.
+    """
+
+    start: Int[Array, ""] | int
+    vocab_axis: AxisName
+    token_axis: AxisName
+
+    def tokens(self, tokens: Int[Array, " N"]) -> Int[Array, " N"]:
+        """Ids counted from this shard's first row: negative, or beyond its last, for tokens of other shards."""
+        return tokens.astype(jnp.int32) - self.start
+
+    def support(self, support: UInt8[Array, "N V8"] | None, vocabulary: int) -> UInt8[Array, "N S8"] | None:
+        """The support of this shard's rows."""
+        if support is None or self.vocab_axis is None:
+            return support
+        return shard_support(support, jnp.asarray(self.start, jnp.int32), vocabulary)
+
+
+def _names(axis: AxisName) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def layout_of(mesh: AnyMesh | None, vocab_axis: AxisName, token_axis: AxisName) -> Layout | None:
+    """The checked layout; None without a mesh.
+
+    Raises:
+      ValueError: axes without a mesh, a mesh without ``vocab_axis``, an unknown axis, or one that is given twice.
+    """
+    if mesh is None:
+        if vocab_axis is not None or token_axis is not None:
+            raise ValueError(
+                f"vocab_axis={vocab_axis!r} and token_axis={token_axis!r} are axes of a mesh, given mesh=None: "
+                "pass the mesh too, or leave them out"
+            )
+        return None
+    if vocab_axis is None:
+        raise ValueError(
+            f"mesh with axes {list(mesh.axis_names)} needs vocab_axis, the axis that the rows of the head are sharded "
+            "over: name it, or leave the mesh out and let the compiler follow the operands' shardings"
+        )
+    names = [*_names(vocab_axis), *_names(token_axis)]
+    for name in names:
+        known_name("mesh axis", name, mesh.axis_names)
+    if len(set(names)) < len(names):
+        raise ValueError(f"vocab_axis={vocab_axis!r} and token_axis={token_axis!r} must not share a mesh axis")
+    return Layout(mesh, vocab_axis, token_axis)
+
+
+def _pad(x: Array, size: int, value: float = 0.0) -> Array:
+    missing = size - x.shape[0]
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value) if missing else x
+
+
+def _pad_head(head: Head, size: int) -> Head:
+    """Rows of padding have a bias of ``-inf``: they are in no softmax."""
+    if size == head.weight.shape[0]:
+        return head
+    bias = jnp.zeros(head.weight.shape[0], jnp.float32) if head.bias is None else head.bias
+    scale = None if head.scale is None else _pad(head.scale, size)
+    return Head(_pad(head.weight, size), scale, _pad(bias, size, -jnp.inf))
+
+
+def over_shards(
+    layout: Layout | None,
+    body: Callable[[Shard, Any, tuple[Head, ...]], Any],
+    rows: Any,
+    heads: tuple[Head, ...],
+    *,
+    head_gradients: bool = False,
+) -> Any:
+    """``body(shard, rows, heads)`` on every device, on its own tokens and its own rows of the heads.
+
+    Collectives are those of the body. A vocabulary (or a number of tokens) that the axis does not divide is padded,
+    which copies each device's share of the head: store the head with that many rows and a bias of ``-inf`` to avoid it.
+
+    Args:
+      layout: None runs the body once, on everything.
+      body: returns a pytree of ``[N, ...]`` arrays that are equal along ``vocab_axis``; with ``head_gradients`` a pair
+        of such a pytree and one of ``[V, ...]`` arrays that are equal along ``token_axis``.
+      rows: pytree of ``[N, ...]`` arrays.
+      heads: over one vocabulary.
+      head_gradients: what the body returns.
+    """
+    if layout is None:
+        return body(Shard(0, None, None), rows, heads)
+    n, vocabulary = jax.tree.leaves(rows)[0].shape[0], heads[0].weight.shape[0]
+    share = -(-vocabulary // layout.devices(layout.vocab_axis))
+    padded_n = -(-n // layout.devices(layout.token_axis)) * layout.devices(layout.token_axis)
+    padded_rows = jax.tree.map(lambda x: _pad(x, padded_n), rows)
+    padded_heads = tuple(_pad_head(head, share * layout.devices(layout.vocab_axis)) for head in heads)
+
+    def local(rows: Any, heads: tuple[Head, ...]) -> Any:
+        start = jax.lax.axis_index(layout.vocab_axis) * share
+        return body(Shard(start, layout.vocab_axis, layout.token_axis), rows, heads)
+
+    along_tokens, along_head = PartitionSpec(layout.token_axis), PartitionSpec(layout.vocab_axis)
+    out = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(along_tokens, along_head),
+        out_specs=(along_tokens, along_head) if head_gradients else along_tokens,
+        check_vma=False,  # Pallas kernels do not say along which axes their outputs vary
+    )(padded_rows, padded_heads)
+    if not head_gradients:
+        return jax.tree.map(lambda x: x[:n], out)
+    return jax.tree.map(lambda x: x[:n], out[0]), jax.tree.map(lambda x: x[:vocabulary], out[1])

@@ -1,0 +1,44 @@
+"""Each row's own logit, from gathered rows of the head: kernels take it as an input instead of picking it out."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from trm_jax.ops._head import Head, Scaling, finish_logits
+from trm_jax.ops._partials import SoftmaxPartial, TokenGap
+from trm_jax.ops._rows import map_token_chunks
+from trm_jax.ops._support import in_support
+
+__all__ = ["token_gap", "token_logits"]
+
+_GATHERED_TOKENS = 1024
+
+
+def token_logits(
+    hidden: Float[Array, "N D"],
+    head: Head,
+    tokens: Int[Array, " N"],
+    support: UInt8[Array, "N V8"] | None,
+    scaling: Scaling,
+) -> Float[Array, " N"]:
+    """Logits of one token a row, after cap and temperature; ``-inf`` outside the support, anything in other shards.
+
+    A thousand rows of the head are gathered at a time.
+    """
+    ids = jnp.clip(tokens, 0, head.weight.shape[0] - 1)
+
+    def chunk(rows: tuple[Array, Array]) -> Array:
+        h, y = rows
+        weight, scale, bias = (None if x is None else jnp.take(x, y, axis=0) for x in head)
+        product = jnp.sum(h.astype(jnp.float32) * jnp.asarray(weight).astype(jnp.float32), axis=-1)
+        return finish_logits(product, scale, bias, scaling.soft_cap)
+
+    logits: Array = map_token_chunks(chunk, (hidden, ids), _GATHERED_TOKENS) / scaling.temperature
+    return logits if support is None else jnp.where(in_support(support, ids), logits, -jnp.inf)
+
+
+def token_gap(logit: Float[Array, " N"], part: SoftmaxPartial, tokens: Int[Array, " N"], vocabulary: int) -> TokenGap:
+    """The token's place in the shard that holds it."""
+    owned = (tokens >= 0) & (tokens < vocabulary)
+    return TokenGap(jnp.where(jnp.isneginf(logit), -jnp.inf, logit - part.top), owned)

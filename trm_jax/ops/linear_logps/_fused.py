@@ -1,0 +1,166 @@
+"""One operator of a forward and a backward pass, over shards of the vocabulary, whichever form computes a shard."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from trm_jax.ops._head import Head, Scaling
+from trm_jax.ops._partials import SoftmaxPartial, TokenGap, merge_softmax, sum_over
+from trm_jax.ops._sharding import Layout, Shard, over_shards
+from trm_jax.ops._token import token_gap, token_logits
+from trm_jax.ops.linear_logps import _chunked
+from trm_jax.ops.linear_logps._types import LinearLogps, LogpsSlopes, logps_slopes
+
+__all__ = ["Plan", "linear_logps_fused"]
+
+
+class Plan(NamedTuple):
+    """Everything static.
+
+    Attributes:
+      implementation: ``"chunked"`` or ``"pallas_tpu"``.
+      scaling: temperature and cap.
+      layout: None on one device, or where the compiler shards.
+      chunk_size: of the chunked form.
+      rows_at_once: of the chunked form.
+      interpret: of the kernel.
+    """
+
+    implementation: str
+    scaling: Scaling
+    layout: Layout | None
+    chunk_size: int
+    rows_at_once: int
+    interpret: bool
+
+
+_Rows = tuple[Array, Array, Array | None]
+
+
+def _statistics(plan: Plan, shard: Shard, rows: _Rows, head: Head) -> tuple[SoftmaxPartial, TokenGap]:
+    hidden, tokens, support = rows
+    vocabulary = head.weight.shape[0]
+    ids, bits = shard.tokens(tokens), shard.support(support, vocabulary)
+    if plan.implementation == "chunked":
+        return _chunked.logps_statistics(
+            hidden, head, ids, bits, scaling=plan.scaling, chunk_size=plan.chunk_size, rows_at_once=plan.rows_at_once
+        )
+    from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics  # the kernel language takes long to import
+
+    logit = token_logits(hidden, head, ids, bits, plan.scaling)
+    part = logps_statistics(hidden, head.weight, head.bias, bits, ids, logit, **kernel_options(plan))
+    return part, token_gap(logit, part, ids, vocabulary)
+
+
+def kernel_options(plan: Plan) -> dict[str, Any]:
+    """What every kernel takes; small blocks are much faster in the interpreter."""
+    return {
+        "temperature": plan.scaling.temperature,
+        "logit_soft_cap": plan.scaling.soft_cap,
+        "interpret": plan.interpret,
+        "blocks": (128, 128) if plan.interpret else None,
+    }
+
+
+def _gradients(
+    plan: Plan, shard: Shard, rows: _Rows, slopes: LogpsSlopes, head: Head, head_dtype: jnp.dtype
+) -> tuple[Array, Array, Array | None]:
+    """This shard's addend to the hidden states' gradient, and the gradients of its rows of the head."""
+    hidden, tokens, support = rows
+    ids, bits = shard.tokens(tokens), shard.support(support, head.weight.shape[0])
+    if plan.implementation == "chunked":
+        return _chunked.logps_gradients(
+            hidden,
+            head,
+            ids,
+            bits,
+            slopes,
+            scaling=plan.scaling,
+            chunk_size=plan.chunk_size,
+            head_gradient_dtype=head_dtype,
+        )
+    from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
+
+    out: tuple[Array, Array, Array | None] = logps_gradients(
+        hidden,
+        head.weight,
+        head.bias,
+        ids,
+        bits,
+        slopes.logsumexp,
+        slopes.token,
+        slopes.all,
+        slopes.entropy,
+        hidden_grad_dtype=hidden.dtype if shard.vocab_axis is None else jnp.float32,
+        head_grad_dtype=head_dtype,
+        **kernel_options(plan),
+    )
+    return out
+
+
+def _forward(plan: Plan, hidden: Array, head: Head, tokens: Array, support: Array | None) -> LinearLogps:
+    def body(shard: Shard, rows: _Rows, heads: tuple[Head, ...]) -> LinearLogps:
+        part, token = _statistics(plan, shard, rows, heads[0])
+        whole, logps = merge_softmax(part, token, shard.vocab_axis)
+        return LinearLogps(logps=logps, logsumexp=whole.logsumexp, entropy=whole.entropy)
+
+    out: LinearLogps = over_shards(plan.layout, body, (hidden, tokens, support), (head,))
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_logps(plan: Plan, hidden: Array, head: Head, tokens: Array, support: Array | None) -> LinearLogps:
+    return _forward(plan, hidden, head, tokens, support)
+
+
+_Residuals = tuple[Array, Head, Array, Array | None, LinearLogps]
+
+
+def _linear_logps_fwd(
+    plan: Plan, hidden: Array, head: Head, tokens: Array, support: Array | None
+) -> tuple[LinearLogps, _Residuals]:
+    out = _forward(plan, hidden, head, tokens, support)
+    return out, (hidden, head, tokens, support, out)
+
+
+def _linear_logps_bwd(plan: Plan, residuals: _Residuals, cotangents: LinearLogps) -> tuple[Array, Head, None, None]:
+    hidden, head, tokens, support, out = residuals
+    slopes = logps_slopes(out, cotangents)
+
+    def body(
+        shard: Shard, rows: tuple[_Rows, LogpsSlopes], heads: tuple[Head, ...]
+    ) -> tuple[Array, tuple[Array, Array | None]]:
+        # What other devices add must be summed before it is rounded.
+        dtype = jnp.dtype(jnp.float32) if shard.token_axis else head.weight.dtype
+        grad_hidden, grad_weight, grad_bias = _gradients(plan, shard, *rows, heads[0], dtype)
+        grad_hidden = sum_over(shard.vocab_axis, grad_hidden).astype(hidden.dtype)
+        grad_weight = sum_over(shard.token_axis, grad_weight).astype(head.weight.dtype)
+        if grad_bias is not None:
+            grad_bias = sum_over(shard.token_axis, grad_bias)
+        return grad_hidden, (grad_weight, grad_bias)
+
+    grad_hidden, (grad_weight, grad_bias) = over_shards(
+        plan.layout, body, ((hidden, tokens, support), slopes), (head,), head_gradients=True
+    )
+    grad_head = Head(grad_weight, None, None if head.bias is None else grad_bias.astype(head.bias.dtype))
+    return grad_hidden, grad_head, None, None
+
+
+_linear_logps.defvjp(_linear_logps_fwd, _linear_logps_bwd)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))
+def linear_logps_fused(
+    plan: Plan,
+    hidden: Float[Array, "N D"],
+    head: Head,
+    tokens: Int[Array, " N"],
+    support: UInt8[Array, "N V8"] | None,
+) -> LinearLogps:
+    """Log-probs, normaliser and entropy; differentiable in ``hidden``, ``head.weight`` and ``head.bias``."""
+    return _linear_logps(plan, hidden, head, tokens, support)
