@@ -27,6 +27,7 @@ _NAMES = {
     "ratio/raw_mean": "correction/ratio_raw_mean",
     "weight/applied_mean": "correction/weight_mean",
     "max/weight": "correction/weight_max",
+    "min/weight": "correction/weight_min",
     "weight/capped_fraction": "correction/weight_capped_fraction",
     "entropy/rollout_mean": "rollout/entropy",
     "max/log_ratio_abs": "mismatch/log_ratio_max_abs",
