@@ -76,13 +76,10 @@ def sample(config: correction.CorrectionConfig, rows: int, length: int) -> Score
     proximal = -rng.gamma(0.5, 1.0, (rows, length)).astype(np.float32)
     rollout = np.minimum(proximal + 0.06 * rng.standard_normal((rows, length), np.float32), np.float32(0))
     needed = {_FIELDS[mask] for mask in config.masks if mask in _FIELDS}
-    divergences = {name: np.square(proximal - rollout).astype(np.float32) for name in needed}
-    return ScoredBatch(
-        proximal_logps=proximal,
-        rollout_logps=rollout,
-        response_mask=np.arange(length) < rng.integers(length // 2, length + 1, (rows, 1)),
-        **divergences,
-    )
+    arrays: dict[str, Any] = {name: np.square(proximal - rollout).astype(np.float32) for name in needed}
+    arrays |= {"proximal_logps": proximal, "rollout_logps": rollout}
+    mask: Any = np.arange(length) < rng.integers(length // 2, length + 1, (rows, 1))
+    return ScoredBatch(response_mask=mask, **arrays)
 
 
 # The same operators, eagerly: one function for NumPy and PyTorch, whose names agree.
@@ -305,12 +302,12 @@ def compiled_for(scored: ScoredBatch, config: correction.CorrectionConfig, shard
     return jax.jit(correction.correct, static_argnums=1).lower(shapes, config).compile()
 
 
-def measure_tpu(name: str, options: Options) -> dict[str, Any]:
+def measure_tpu(name: str, topology_name: str, options: Options) -> dict[str, Any]:
     """Bytes by the TPU compiler."""
     from jax.experimental import topologies
 
     config = correction.preset(name)
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=options.tpu_topology)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
     scored = sample(config, 8, options.length)
     scored = jax.tree.map(lambda x: np.broadcast_to(x[:1], (options.rows, *x.shape[1:])), scored)
     compiled = compiled_for(scored, config, jax.sharding.SingleDeviceSharding(topology.devices[0]))
@@ -334,7 +331,7 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     compiled = compiled_for(scored, config, None)
     least = minimum_bytes(scored, config)
     accessed = int(compiled.cost_analysis()["bytes accessed"])
-    result = {
+    result: dict[str, Any] = {
         "preset": name,
         "minimum_bytes": least,
         "compiled_bytes": accessed,
@@ -403,10 +400,10 @@ def main(options: Options) -> None:
     if options.tpu_topology:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    one = measure_tpu if options.tpu_topology else measure
+    one = functools.partial(measure_tpu, topology_name=options.tpu_topology) if options.tpu_topology else measure
     names = options.presets or tuple(correction.presets)
     record = environment(options)
-    record["results"] = [one(name, options) for name in track(names, "measuring", console=Console(stderr=True))]
+    record["results"] = [one(name, options=options) for name in track(names, "measuring", console=Console(stderr=True))]
     record["load_average_after"] = os.getloadavg()
     Console().print(_table(record["results"], tpu=options.tpu_topology is not None))
     if options.out:

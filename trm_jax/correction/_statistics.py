@@ -8,6 +8,7 @@ again and again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,6 +54,17 @@ class Statistic(NamedTuple):
     maxima: Any = ()
 
 
+@functools.cache  # a new function each time would be a new reduction to the compiler
+def _add_and_compare(sums: int) -> Callable[[list[Array], list[Array]], list[Array]]:
+    """Adds the first ``sums`` of the paired values and takes the maximum of the others."""
+
+    def combine(left: list[Array], right: list[Array]) -> list[Array]:
+        pairs = list(zip(left, right, strict=True))
+        return [a + b for a, b in pairs[:sums]] + [jnp.maximum(a, b) for a, b in pairs[sums:]]
+
+    return combine
+
+
 def evaluate(
     statistics: Mapping[str, Statistic],
     response_mask: Bool[AnyArray, "B T"],
@@ -66,13 +78,8 @@ def evaluate(
     sums, sum_tree = jax.tree.flatten(({name: s.sums for name, s in statistics.items()}, mask.astype(jnp.float32)))
     maxima, max_tree = jax.tree.flatten({name: s.maxima for name, s in statistics.items()})
     if segment_ids is None:
-
-        def combine(left: list[Array], right: list[Array]) -> list[Array]:
-            pairs = list(zip(left, right, strict=True))
-            return [a + b for a, b in pairs[: len(sums)]] + [jnp.maximum(a, b) for a, b in pairs[len(sums) :]]
-
         start = [jnp.float32(0.0)] * len(sums) + [jnp.float32(-jnp.inf)] * len(maxima)
-        totals = jax.lax.reduce([*sums, *maxima], start, combine, dimensions=(1,))
+        totals = jax.lax.reduce([*sums, *maxima], start, _add_and_compare(len(sums)), dimensions=(1,))
     else:
         every = jnp.ones_like(mask)
         totals = [sequence_sum(values, every, segment_ids) for values in sums]
