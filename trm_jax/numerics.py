@@ -46,17 +46,17 @@ MAX_LOG_RATIO = 60.0
 _SERIES_RADIUS = 0.35
 
 
-def as_float32(values: Float[AnyArray, ...] | float) -> Float[Array, ...]:
+def as_float32(values: Float[AnyArray, "..."] | float) -> Float[Array, "..."]:
     """The values as a float32 array; bfloat16 log-probs must be widened before ``1 - p`` is taken."""
     return jnp.asarray(values).astype(jnp.float32)
 
 
-def safe_exp(log_values: Float[AnyArray, ...], *, maximum: float = MAX_LOG_RATIO) -> Float[Array, ...]:
+def safe_exp(log_values: Float[AnyArray, "..."], *, maximum: float = MAX_LOG_RATIO) -> Float[Array, "..."]:
     """``exp(min(x, maximum))``: never infinite, 0 at ``-inf``, NaN at NaN."""
     return jnp.exp(jnp.minimum(as_float32(log_values), maximum))
 
 
-def log1mexp(log_values: Float[AnyArray, ...]) -> Float[Array, ...]:
+def log1mexp(log_values: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """``log(1 - exp(x))`` for ``x <= 0``; ``-inf`` at 0. For ``x = log p`` this is the log of ``1 - p``.
 
     >>> import numpy as np
@@ -70,7 +70,7 @@ def log1mexp(log_values: Float[AnyArray, ...]) -> Float[Array, ...]:
     return jnp.where(near_zero, close, far)
 
 
-def expm1_minus_identity(values: Float[AnyArray, ...]) -> Float[Array, ...]:
+def expm1_minus_identity(values: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """``exp(x) - 1 - x``, non-negative, with full relative accuracy near 0; ``+inf`` at both infinities.
 
     >>> print(f"{expm1_minus_identity(jnp.float32(1e-4)):.4e}")
@@ -91,14 +91,14 @@ def masked_values(values: Float[AnyArray, "*S"], mask: Bool[AnyArray, "*S"], fil
 
 def masked_sum(
     values: Float[AnyArray, "*S"], mask: Bool[AnyArray, "*S"], *, axis: int | None = None
-) -> Float[Array, ...]:
+) -> Float[Array, "..."]:
     """Sum over the True slots; 0 when there is none."""
     return jnp.sum(masked_values(values, mask), axis=axis)
 
 
 def masked_mean(
     values: Float[AnyArray, "*S"], mask: Bool[AnyArray, "*S"], *, axis: int | None = None
-) -> Float[Array, ...]:
+) -> Float[Array, "..."]:
     """Mean over the True slots; 0 when there is none."""
     count = jnp.sum(jnp.asarray(mask), axis=axis)
     return masked_sum(values, mask, axis=axis) / jnp.maximum(count, 1)
@@ -106,7 +106,7 @@ def masked_mean(
 
 def masked_max(
     values: Float[AnyArray, "*S"], mask: Bool[AnyArray, "*S"], *, axis: int | None = None, empty: float = 0.0
-) -> Float[Array, ...]:
+) -> Float[Array, "..."]:
     """Maximum over the True slots; ``empty`` when there is none; NaN when a True slot holds NaN."""
     top = jnp.max(masked_values(values, mask, -jnp.inf), axis=axis, initial=-jnp.inf)
     return jnp.where(jnp.any(jnp.asarray(mask), axis=axis), top, empty)
@@ -120,7 +120,7 @@ def segment_index(segment_ids: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
 
 def sequence_sum(
     values: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
-) -> Float[Array, B * T]:
+) -> Float[Array, "B *T"]:
     """Sum of each sequence over its True slots."""
     kept = masked_values(values, mask)
     if segment_ids is None:
@@ -130,21 +130,23 @@ def sequence_sum(
     return jnp.take_along_axis(sums, index, axis=1)
 
 
-def sequence_count(mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None) -> Float[Array, B * T]:
+def sequence_count(
+    mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
+) -> Float[Array, "B *T"]:
     """Number of True slots of each sequence."""
     return sequence_sum(jnp.ones(mask.shape, jnp.float32), mask, segment_ids)
 
 
 def sequence_mean(
     values: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
-) -> Float[Array, B * T]:
+) -> Float[Array, "B *T"]:
     """Mean of each sequence over its True slots; 0 for an empty one."""
     return sequence_sum(values, mask, segment_ids) / jnp.maximum(sequence_count(mask, segment_ids), 1.0)
 
 
 def sequence_max(
     values: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
-) -> Float[Array, B * T]:
+) -> Float[Array, "B *T"]:
     """Maximum of each sequence over its True slots; ``-inf`` for an empty one; NaN where a True slot holds NaN."""
     kept = masked_values(values, mask, -jnp.inf)
     if segment_ids is None:
@@ -154,11 +156,24 @@ def sequence_max(
     return jnp.take_along_axis(tops, index, axis=1)
 
 
+def _true_slots_after(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Of each row. 32 slots make a word whose bits are counted, so that no prefix sum of the row is ever written."""
+    rows, length = mask.shape
+    padded = jnp.pad(mask, ((0, 0), (0, -length % 32)))
+    place = jnp.arange(32, dtype=jnp.uint32)
+    bits = jnp.where(padded.reshape(rows, -1, 32), jnp.uint32(1) << place, jnp.uint32(0))
+    words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)
+    counts = jax.lax.population_count(words).astype(jnp.int32)
+    in_later_words = jnp.sum(counts, axis=1, keepdims=True) - jnp.cumsum(counts, axis=1)
+    later_in_word = jax.lax.population_count((words[..., None] >> place) >> jnp.uint32(1)).astype(jnp.int32)
+    return (in_later_words[..., None] + later_in_word).reshape(rows, -1)[:, :length].astype(jnp.float32)
+
+
 def tokens_after(mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None) -> Float[Array, "B T"]:
     """``T - t``: how many True slots of the same sequence stand behind each slot."""
     ones = jnp.asarray(mask).astype(jnp.float32)
     if segment_ids is None:
-        return jnp.sum(ones, axis=1, keepdims=True) - jnp.cumsum(ones, axis=1)
+        return _true_slots_after(jnp.asarray(mask))
 
     def row(values: Array, index: Array) -> Array:
         order = jnp.argsort(index, stable=True)

@@ -115,7 +115,8 @@ class CorrectedBatch:
       token_keep: ``[B, T]`` bool, True when the token is trained on (token masks only; see ``sequence_keep``).
       importance_weights: ``[B, T]`` float32, 0 at masked slots.
       metrics: name → ``(total, denominator)`` float32 pairs; divide once, after summing over microbatches and devices.
-        Names that start with ``max/`` hold ``(maximum, 1)`` and are combined by maximum.
+        Names that start with ``max/`` or ``min/`` hold ``(extremum, 1)``, or ``(0, 0)`` where nothing counts, and are
+        combined by maximum or minimum.
     """
 
     sequence_keep: Bool[Array, "..."]

@@ -30,7 +30,7 @@ def value(corrected: CorrectedBatch, name: str) -> float:
 
 def from_ratios(ratios: list[list[float]]) -> ScoredBatch:
     log_ratio = np.log(ratios)
-    return scored(-5.0 + 0.5 * log_ratio, -5.0 - 0.5 * log_ratio)
+    return scored(-20.0 + 0.5 * log_ratio, -20.0 - 0.5 * log_ratio)
 
 
 def test_weight_names_dispatch_to_their_functions() -> None:

@@ -229,11 +229,12 @@ def test_microbatches_add_up(baseline: Any) -> None:
 
 def add_up(name: str, parts: list[dict[str, Any]], whole: dict[str, Any]) -> None:
     for key, (total, count) in whole.items():
-        combine = max if key.startswith("max/") else sum
-        got = combine(float(part[key][0]) for part in parts)
+        counted = [part[key] for part in parts if float(part[key][1]) > 0]
+        combine = {"max": max, "min": min}.get(key.split("/")[0], sum)
+        got = combine(float(part) for part, _ in counted)
         np.testing.assert_allclose(got, total, rtol=1e-5, atol=1e-6, err_msg=f"{name}: {key}")
-        if not key.startswith("max/"):
-            np.testing.assert_allclose(sum(float(part[key][1]) for part in parts), count, err_msg=f"{name}: {key}")
+        if combine is sum:
+            np.testing.assert_allclose(sum(float(n) for _, n in counted), count, err_msg=f"{name}: {key}")
 
 
 def test_packed_equals_unpacked(baseline: Any) -> None:

@@ -32,6 +32,7 @@ REQUIRED = [
     "correction/ratio_raw_mean",
     "correction/weight_mean",
     "correction/weight_max",
+    "correction/weight_min",
     "correction/weight_capped_fraction",
     "correction/ess_fraction",
     "optim/loss",
@@ -86,6 +87,12 @@ def test_one_part_equals_any_split_of_it():
 def test_maxima_take_the_largest_also_under_the_prefix_of_corrections():
     parts = [{"max/anything": (-3.0, 1.0)}, {"max/anything": (-5.0, 1.0)}]
     assert reduce_pairs(parts) == {"max/anything": -3.0}
+
+
+def test_minima_take_the_smallest():
+    parts = [{"min/weight": (0.5, 1.0)}, {"min/weight": (0.0, 0.0)}, {"min/weight": (0.25, 1.0)}]
+    assert reduce_pairs(parts) == {"min/weight": 0.25}
+    assert METRICS["correction/weight_min"].reduction == "min"
 
 
 def test_empty_parts_do_not_count_and_nothing_at_all_is_nan():

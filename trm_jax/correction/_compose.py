@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,10 +15,11 @@ from trm_jax.correction import _ratio_masks as ratio_masks
 from trm_jax.correction import _sequence_weights as sequence_weights
 from trm_jax.correction import _weights as weights
 from trm_jax.correction._config import CorrectionConfig, MaskName
-from trm_jax.correction._legal import inspect_logps, raise_on_illegal
-from trm_jax.correction._log_ratio import masked_log_ratio
-from trm_jax.correction._metrics import divergence_metrics, keep_metrics, logp_metrics, weight_metrics
-from trm_jax.numerics import AnyArray, over_tokens, safe_exp, sequence_sum
+from trm_jax.correction._legal import LegalLogps, inspect_logps, raise_on_illegal
+from trm_jax.correction._log_ratio import log_weight, masked_log_ratio
+from trm_jax.correction._metrics import SequenceDecisions, metrics_from_totals, token_quantities
+from trm_jax.correction._statistics import Statistic, evaluate, max_at_most, mean_within
+from trm_jax.numerics import AnyArray, over_tokens, safe_exp, sequence_ends
 from trm_jax.types import CorrectedBatch, ScoredBatch
 
 __all__ = ["correct"]
@@ -33,83 +37,140 @@ def _required(scored: ScoredBatch, field: str, mask: MaskName) -> Array:
     return out
 
 
-def _sequence_keep(mask: MaskName, scored: ScoredBatch, log_ratio: Array, config: CorrectionConfig) -> Array:
-    response, segments = scored.response_mask, scored.segment_ids
+class _Tokens(NamedTuple):
+    """Both policies at the tokens of a batch, made legal, and what each token weighs.
+
+    Attributes:
+      numerator: log-probs over which the ratio is taken.
+      rollout: log-probs under which the tokens were sampled.
+      log_ratio: 0 at masked and refused slots.
+      weights: ``[B, T]``, before the factor of the sequence; 0 at masked and refused slots.
+      capped: tokens whose weight is a cap instead of their ratio.
+      keep: what the token masks leave of the response.
+    """
+
+    numerator: LegalLogps
+    rollout: LegalLogps
+    log_ratio: Array
+    weights: Array
+    capped: Array
+    keep: Array
+
+    @property
+    def refused(self) -> Array:
+        return self.numerator.refused | self.rollout.refused
+
+
+def _token_weights(logp: Array, logq: Array, log_ratio: Array, legal: Array, config: CorrectionConfig) -> Array:
+    match config.weight:
+        case "none":
+            return weights.unit_weights(log_ratio, legal)
+        case "exact":
+            return weights.exact_weights(log_ratio, legal, low=config.exact_low, high=config.exact_high)
+        case "tis":
+            return weights.truncated_weights(log_ratio, legal, cap=config.tis_cap)
+        case "icepop":
+            return weights.masked_weights(log_ratio, legal, low=config.icepop_low, high=config.icepop_high)
+        case "kpop":
+            return weights.bernoulli_kl_formula(log_weight(log_ratio, legal), logp, logq, config.kpop_threshold)
+        case "cis" | "cis_two_sided":
+            two_sided = config.weight == "cis_two_sided"
+            return weights.calibrated_formula(
+                log_weight(log_ratio, legal), logp, config.cis_lambda, config.cis_kappa, two_sided
+            )
+        case "geo_mis":
+            weigh = sequence_weights.GEOMETRIC_TOKEN_WEIGHTS[config.geo_mis_token_weight]
+            return weigh(log_ratio, legal)
+        case "seq_tis" | "seq_mis":
+            return legal.astype(jnp.float32)
+
+
+def _sequence_factor(log_ratio: Array, response: Array, config: CorrectionConfig) -> Statistic:
+    """What the token weights of a sequence are multiplied by, and whether that is a cap."""
+    match config.weight:
+        case "seq_tis":
+            return sequence_weights.truncated_product(log_ratio, response, config.seq_cap)
+        case "seq_mis":
+            return sequence_weights.masked_product(log_ratio, response, 0.0, config.seq_cap)
+        case "geo_mis":
+            return sequence_weights.geometric_factor(log_ratio, response, config.geo_mis_low, config.geo_mis_high)
+        case _:
+            return Statistic(value=lambda totals: (jnp.ones_like(totals.tokens), jnp.zeros_like(totals.tokens, bool)))
+
+
+def _tokens(numerator_logps: Array, rollout_logps: Array, response: Array, config: CorrectionConfig) -> _Tokens:
+    numerator = inspect_logps(numerator_logps, response, config.sentinel)
+    rollout = inspect_logps(rollout_logps, response, config.sentinel)
+    legal = response & ~(numerator.refused | rollout.refused)
+    log_ratio = masked_log_ratio(numerator.logps, rollout.logps, legal)
+    weight = _token_weights(numerator.logps, rollout.logps, log_ratio, legal, config)
+    unit = config.weight in ("none", "seq_tis", "seq_mis") or (
+        config.weight == "geo_mis" and config.geo_mis_token_weight == "unit"
+    )
+    capped = jnp.zeros_like(response) if unit else (weight > 0) & (weight != safe_exp(log_ratio))
+    keep = response
+    if "token_outlier" in config.masks:
+        keep = ratio_masks.token_outlier_mask(log_ratio, legal, max_abs_log_ratio=config.max_abs_log_ratio)
+    return _Tokens(numerator, rollout, log_ratio, weight, capped, keep)
+
+
+def _sequence_mask(mask: MaskName, scored: ScoredBatch, log_ratio: Array, config: CorrectionConfig) -> Statistic:
+    response = scored.response_mask
     match mask:
         case "trm_max":
-            kl = _required(scored, "token_kl", mask)
-            return divergence_masks.max_kl_mask(kl, response, threshold=config.max_token_kl, segment_ids=segments)
+            return max_at_most(_required(scored, "token_kl", mask), response, config.max_token_kl)
         case "trm_avg":
-            kl = _required(scored, "token_kl", mask)
-            return divergence_masks.mean_kl_mask(kl, response, threshold=config.mean_token_kl, segment_ids=segments)
+            return mean_within(_required(scored, "token_kl", mask), response, high=config.mean_token_kl)
         case "trm_tv":
-            tv = _required(scored, "token_tv", mask)
-            return divergence_masks.max_tv_mask(tv, response, threshold=config.max_token_tv, segment_ids=segments)
+            return max_at_most(_required(scored, "token_tv", mask), response, config.max_token_tv)
         case "trm_sample":
-            return divergence_masks.sampled_mask(
-                log_ratio, response, max_k2=config.max_k2, mean_k3=config.mean_k3, segment_ids=segments
-            )
+            return divergence_masks.sampled_statistic(log_ratio, response, config.max_k2, config.mean_k3)
         case "ln_trm":
-            return ratio_masks.length_neutral_mask(
+            return ratio_masks.length_neutral_statistic(
                 log_ratio,
                 response,
+                scored.segment_ids,
                 threshold=config.ln_trm_threshold,
                 max_token_kl=config.horizon_token_kl,
                 max_token_tv=config.horizon_token_tv,
-                segment_ids=segments,
             )
         case "ser":
-            return ratio_masks.sequence_error_ratio_mask(
-                log_ratio, response, threshold=config.ser_threshold, segment_ids=segments
-            )
+            return ratio_masks.error_ratio_statistic(log_ratio, response, config.ser_threshold)
         case "geometric":
-            return ratio_masks.geometric_mask(
-                log_ratio, response, low=config.geometric_low, high=config.geometric_high, segment_ids=segments
-            )
+            return ratio_masks.geometric_statistic(log_ratio, response, config.geometric_low, config.geometric_high)
     raise AssertionError(f"{mask} is not a sequence mask")
 
 
-def _importance_weights(
-    scored: ScoredBatch, logp: Array, logq: Array, log_ratio: Array, config: CorrectionConfig
-) -> Array:
+@functools.partial(jax.jit, static_argnames="config")
+def _correct(scored: ScoredBatch, numerator_logps: Array, *, config: CorrectionConfig) -> CorrectedBatch:
+    """Two passes over the log-probs: totals of every sequence, then what stands at every token."""
     response, segments = scored.response_mask, scored.segment_ids
-    match config.weight:
-        case "none":
-            return weights.unit_weights(log_ratio, response)
-        case "exact":
-            return weights.exact_weights(log_ratio, response, low=config.exact_low, high=config.exact_high)
-        case "tis":
-            return weights.truncated_weights(log_ratio, response, cap=config.tis_cap)
-        case "icepop":
-            return weights.masked_weights(log_ratio, response, low=config.icepop_low, high=config.icepop_high)
-        case "kpop":
-            return weights.bernoulli_kl_weights(logp, logq, response, threshold=config.kpop_threshold)
-        case "seq_tis":
-            return sequence_weights.sequence_truncated_weights(
-                log_ratio, response, cap=config.seq_cap, segment_ids=segments
-            )
-        case "seq_mis":
-            return sequence_weights.sequence_masked_weights(
-                log_ratio, response, cap=config.seq_cap, segment_ids=segments
-            )
-        case "geo_mis":
-            return sequence_weights.geometric_masked_weights(
-                log_ratio,
-                response,
-                low=config.geo_mis_low,
-                high=config.geo_mis_high,
-                token_weight=config.geo_mis_token_weight,
-                segment_ids=segments,
-            )
-        case "cis" | "cis_two_sided":
-            return weights.calibrated_weights(
-                logp,
-                logq,
-                response,
-                cis_lambda=config.cis_lambda,
-                cis_kappa=config.cis_kappa,
-                two_sided=config.weight == "cis_two_sided",
-            )
+    tokens = _tokens(numerator_logps, scored.rollout_logps, response, config)
+    masks = {"non_finite": max_at_most(tokens.refused.astype(jnp.float32), response, 0.0)} | {
+        name: _sequence_mask(name, scored, tokens.log_ratio, config) for name in config.masks if name != "token_outlier"
+    }
+    factor = _sequence_factor(tokens.log_ratio, response, config)
+    quantities = token_quantities(
+        scored, tokens.numerator, tokens.rollout, tokens.log_ratio, tokens.weights, tokens.capped, tokens.keep
+    )
+    results = evaluate(masks | {"factor": factor, "totals": quantities}, response, segments)
+    kept = {name: results[name] for name in masks}
+    sequence_keep = jnp.all(jnp.stack(list(kept.values())), axis=0)
+    factors, bound = results["factor"]
+
+    # The compiler would otherwise share what both passes compute by writing it out and reading it again.
+    logps, rollout_logps, mask = jax.lax.optimization_barrier((numerator_logps, scored.rollout_logps, response))
+    written = _tokens(logps, rollout_logps, mask, config)
+    ends = results["totals"].tokens > 0 if segments is None else sequence_ends(response, segments)
+    decided = SequenceDecisions(ends, sequence_keep, {name: ~keep for name, keep in kept.items()}, factors, bound)
+    return jax.lax.stop_gradient(
+        CorrectedBatch(
+            sequence_keep=sequence_keep,
+            token_keep=written.keep & over_tokens(kept["non_finite"], response),
+            importance_weights=written.weights * over_tokens(factors, written.weights),
+            metrics=metrics_from_totals(results["totals"], decided),
+        )
+    )
 
 
 def correct(
@@ -129,7 +190,8 @@ def correct(
 
     Returns:
       ``CorrectedBatch``. ``sequence_keep`` is ``[B]``, or ``[B, T]`` for packed rows, True for empty sequences.
-      ``token_keep`` is within the response mask. Metrics are ``(total, denominator)`` pairs.
+      ``token_keep`` is within the response mask, and False in sequences with an illegal log-prob. Metrics are
+      ``(total, denominator)`` pairs.
 
     Raises:
       ValueError: when a mask needs a divergence that the batch lacks, when shapes differ, when ``policy_logps`` and
@@ -158,42 +220,9 @@ def correct(
             "pass policy_logps exactly when numerator='policy'"
         )
     scored = jax.tree.map(jnp.asarray, scored)
-    mask = scored.response_mask
-    numerator = inspect_logps(scored.proximal_logps if policy_logps is None else policy_logps, mask, config.sentinel)
-    rollout = inspect_logps(scored.rollout_logps, mask, config.sentinel)
+    name, logps = ("proximal_logps", scored.proximal_logps) if policy_logps is None else ("policy_logps", policy_logps)
     if config.non_finite == "raise":
-        raise_on_illegal("proximal_logps" if policy_logps is None else "policy_logps", numerator)
-        raise_on_illegal("rollout_logps", rollout)
-    refused = numerator.refused | rollout.refused
-    logp = jnp.where(refused, 0.0, numerator.logps)
-    logq = jnp.where(refused, 0.0, rollout.logps)
-    log_ratio = masked_log_ratio(logp, logq, mask)
-
-    refused_count = sequence_sum(refused.astype(jnp.float32), mask, scored.segment_ids)
-    rejected = {"non_finite": refused_count > 0}
-    token_keep = mask & ~refused
-    for name in config.masks:
-        if name == "token_outlier":
-            outlier = ratio_masks.token_outlier_mask(log_ratio, mask, max_abs_log_ratio=config.max_abs_log_ratio)
-            token_keep = token_keep & outlier
-        else:
-            rejected[name] = ~_sequence_keep(name, scored, log_ratio, config)
-    sequence_keep = ~jnp.any(jnp.stack(list(rejected.values())), axis=0)
-
-    importance_weights = jnp.where(refused, 0.0, _importance_weights(scored, logp, logq, log_ratio, config))
-    raw = log_ratio
-    if config.weight in ("seq_tis", "seq_mis"):
-        raw = over_tokens(sequence_sum(log_ratio, mask, scored.segment_ids), mask)
-    unit = config.weight == "none" or (config.weight == "geo_mis" and config.geo_mis_token_weight == "unit")
-    metrics = keep_metrics(scored, sequence_keep, token_keep, rejected)
-    metrics |= weight_metrics(log_ratio, safe_exp(raw), importance_weights, mask & ~refused, capped=not unit)
-    metrics |= divergence_metrics(scored, log_ratio, refused)
-    metrics |= logp_metrics(scored, numerator, rollout)
-    return jax.lax.stop_gradient(
-        CorrectedBatch(
-            sequence_keep=sequence_keep,
-            token_keep=token_keep,
-            importance_weights=importance_weights,
-            metrics=metrics,
-        )
-    )
+        for side, values in ((name, logps), ("rollout_logps", scored.rollout_logps)):
+            raise_on_illegal(side, inspect_logps(values, scored.response_mask, config.sentinel))
+    corrected: CorrectedBatch = _correct(*jax.lax.stop_gradient((scored, jnp.asarray(logps))), config=config)
+    return corrected

@@ -6,21 +6,15 @@ nothing and is kept. The result is a constant for the gradient: ``[B]``, or ``[B
 
 from __future__ import annotations
 
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from trm_jax.checks import bool_mask, in_range, same_shape
+from trm_jax.checks import in_range
+from trm_jax.correction._statistics import Statistic, Totals, checked_statistic, keep_where, max_at_most, mean_within
 from trm_jax.divergences import k2, k3
-from trm_jax.numerics import AnyArray, as_float32, sequence_count, sequence_max, sequence_mean
+from trm_jax.numerics import AnyArray, masked_values
 
-__all__ = ["checked_statistic", "max_kl_mask", "max_tv_mask", "mean_kl_mask", "sampled_mask"]
-
-
-def checked_statistic(name: str, values: AnyArray, response_mask: AnyArray, segment_ids: AnyArray | None) -> Array:
-    """float32 constants of the shape of the mask."""
-    same_shape(**{name: values, "response_mask": response_mask, "segment_ids": segment_ids})
-    bool_mask(response_mask=response_mask)
-    return jax.lax.stop_gradient(as_float32(values))
+__all__ = ["max_kl_mask", "max_tv_mask", "mean_kl_mask", "sampled_mask", "sampled_statistic"]
 
 
 def max_kl_mask(
@@ -29,7 +23,7 @@ def max_kl_mask(
     *,
     threshold: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
-) -> Bool[Array, B * T]:
+) -> Bool[Array, "B *T"]:
     """``max_t D_KL(c_t) <= δ`` (TRM 4.1, trm_max).
 
     Args:
@@ -44,14 +38,13 @@ def max_kl_mask(
     Raises:
       ValueError: on shapes that differ or a negative threshold.
 
-    >>> import jax.numpy as jnp
     >>> mask = jnp.ones((2, 2), bool)
     >>> print(max_kl_mask(jnp.array([[0.01, 0.02], [0.01, 0.2]]), mask, threshold=0.05))
     [ True False]
     """
     kl = checked_statistic("token_kl", token_kl, response_mask, segment_ids)
     in_range("threshold", threshold, low=0.0)
-    return sequence_max(kl, response_mask, segment_ids) <= threshold
+    return keep_where(max_at_most(kl, response_mask, threshold), response_mask, segment_ids)
 
 
 def mean_kl_mask(
@@ -60,7 +53,7 @@ def mean_kl_mask(
     *,
     threshold: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
-) -> Bool[Array, B * T]:
+) -> Bool[Array, "B *T"]:
     """``(1/T) Σ_t D_KL(c_t) <= δ_avg`` (TRM 4.1, trm_avg).
 
     Args:
@@ -75,14 +68,13 @@ def mean_kl_mask(
     Raises:
       ValueError: on shapes that differ or a negative threshold.
 
-    >>> import jax.numpy as jnp
     >>> mask = jnp.ones((2, 2), bool)
     >>> print(mean_kl_mask(jnp.array([[0.01, 0.02], [0.01, 0.2]]), mask, threshold=0.05))
     [ True False]
     """
     kl = checked_statistic("token_kl", token_kl, response_mask, segment_ids)
     in_range("threshold", threshold, low=0.0)
-    return sequence_mean(kl, response_mask, segment_ids) <= threshold
+    return keep_where(mean_within(kl, response_mask, high=threshold), response_mask, segment_ids)
 
 
 def max_tv_mask(
@@ -91,7 +83,7 @@ def max_tv_mask(
     *,
     threshold: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
-) -> Bool[Array, B * T]:
+) -> Bool[Array, "B *T"]:
     """``max_t D_TV(c_t) <= ε`` (TRM 4.1, trm_tv): certifies a small total variation directly.
 
     Args:
@@ -106,13 +98,32 @@ def max_tv_mask(
     Raises:
       ValueError: on shapes that differ or a threshold outside [0, 1].
 
-    >>> import jax.numpy as jnp
     >>> print(max_tv_mask(jnp.array([[0.01, 0.02]]), jnp.ones((1, 2), bool), threshold=0.1))
     [ True]
     """
     tv = checked_statistic("token_tv", token_tv, response_mask, segment_ids)
     in_range("threshold", threshold, low=0.0, high=1.0)
-    return sequence_max(tv, response_mask, segment_ids) <= threshold
+    return keep_where(max_at_most(tv, response_mask, threshold), response_mask, segment_ids)
+
+
+def sampled_statistic(
+    log_ratio: AnyArray, response_mask: AnyArray, max_k2: float | None, mean_k3: float | None
+) -> Statistic:
+    """``sampled_mask`` before its totals are taken."""
+
+    def value(totals: Totals) -> Array:
+        keep = totals.tokens >= 0
+        if max_k2 is not None:
+            keep = keep & (totals.maxima[0] <= max_k2)
+        if mean_k3 is not None:
+            keep = keep & (totals.mean(totals.sums[0]) <= mean_k3)
+        return keep
+
+    return Statistic(
+        value=value,
+        sums=(masked_values(k3(log_ratio), response_mask),),
+        maxima=(masked_values(k2(log_ratio), response_mask, -jnp.inf),),
+    )
 
 
 def sampled_mask(
@@ -122,7 +133,7 @@ def sampled_mask(
     max_k2: float | None = None,
     mean_k3: float | None = None,
     segment_ids: Int[AnyArray, "B T"] | None = None,
-) -> Bool[Array, B * T]:
+) -> Bool[Array, "B *T"]:
     """``max_t k2 <= δ`` and ``(1/T) Σ k3 <= δ_avg`` (TRM 4.3, trm_sample): needs sampled log-probs only.
 
     Args:
@@ -138,7 +149,6 @@ def sampled_mask(
     Raises:
       ValueError: when both thresholds are None, on a negative one, on shapes that differ.
 
-    >>> import jax.numpy as jnp
     >>> print(sampled_mask(jnp.array([[0.1, -0.1], [0.1, 2.0]]), jnp.ones((2, 2), bool), max_k2=0.5))
     [ True False]
     """
@@ -147,9 +157,4 @@ def sampled_mask(
         raise ValueError("sampled_mask needs max_k2, mean_k3 or both, given neither: it would keep everything")
     in_range("max_k2", max_k2, low=0.0)
     in_range("mean_k3", mean_k3, low=0.0)
-    keep = sequence_count(response_mask, segment_ids) >= 0
-    if max_k2 is not None:
-        keep = keep & (sequence_max(k2(values), response_mask, segment_ids) <= max_k2)
-    if mean_k3 is not None:
-        keep = keep & (sequence_mean(k3(values), response_mask, segment_ids) <= mean_k3)
-    return keep
+    return keep_where(sampled_statistic(values, response_mask, max_k2, mean_k3), response_mask, segment_ids)

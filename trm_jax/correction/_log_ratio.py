@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from trm_jax.numerics import AnyArray, as_float32
 
-__all__ = ["masked_log_ratio", "usable_log_ratio"]
+__all__ = ["log_weight", "masked_log_ratio"]
 
 
 def masked_log_ratio(
@@ -22,15 +22,12 @@ def masked_log_ratio(
     """
     logp = jnp.minimum(as_float32(numerator_logps), 0.0)
     logq = jnp.minimum(as_float32(denominator_logps), 0.0)
-    impossible = jnp.isneginf(logp) & ~jnp.isnan(logq)
-    difference = jnp.where(impossible, -jnp.inf, logp - jnp.where(impossible, 0.0, logq))
+    undefined = jnp.isneginf(logp) & jnp.isneginf(logq)  # of 0/0: p = 0 decides
+    difference = logp - jnp.where(undefined, 0.0, logq)
     return jax.lax.stop_gradient(jnp.where(jnp.asarray(response_mask), difference, 0.0))
 
 
-def usable_log_ratio(
-    log_ratio: Float[AnyArray, "B T"], response_mask: Bool[AnyArray, "B T"]
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """The log-ratio as a constant, and where it may carry weight: unmasked, not NaN, p > 0."""
+def log_weight(log_ratio: Float[AnyArray, "B T"], response_mask: Bool[AnyArray, "B T"]) -> Float[Array, "B T"]:
+    """The log-ratio as a constant, ``-inf`` where a token must weigh nothing: masked, NaN, p = 0."""
     values = jax.lax.stop_gradient(as_float32(log_ratio))
-    usable = jnp.asarray(response_mask) & (values > -jnp.inf)  # False for NaN
-    return jnp.where(usable, values, 0.0), usable
+    return jnp.where(jnp.asarray(response_mask) & (values > -jnp.inf), values, -jnp.inf)

@@ -1,38 +1,48 @@
 """What a correction reports, as ``(total, denominator)`` pairs that add across microbatches and devices.
 
-Names under ``max/`` hold ``(maximum, 1)`` and combine by maximum. Raw and applied weights never share a name.
+Names under ``max/`` and ``min/`` hold ``(extremum, 1)``, or ``(0, 0)`` where nothing counts, and combine by maximum and
+minimum. Raw and applied weights never share a name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from trm_jax.correction._legal import LegalLogps
-from trm_jax.divergences import k2, k3
-from trm_jax.numerics import masked_max, masked_sum, over_tokens, safe_exp, sequence_ends, sequence_mean, sequence_sum
+from trm_jax.correction._statistics import Statistic, Totals
+from trm_jax.divergences import k3
+from trm_jax.numerics import MAX_LOG_RATIO, masked_values, safe_exp
 from trm_jax.types import ScoredBatch
 
-__all__ = [
-    "Metrics",
-    "divergence_metrics",
-    "effective_sample_fraction",
-    "keep_metrics",
-    "logp_metrics",
-    "weight_metrics",
-]
+__all__ = ["Metrics", "SequenceDecisions", "effective_sample_fraction", "metrics_from_totals", "token_quantities"]
 
 Metrics = dict[str, tuple[Array, Array]]
 
+_ILLEGAL = ("nan", "sentinel", "above_zero", "clamped")
+_DIVERGENCES = {"token_kl": "kl/token_mean", "token_tv": "tv/token_mean"}
+_ENTROPIES = {"policy_entropy": "entropy/policy_mean", "rollout_entropy": "entropy/rollout_mean"}
 
-def _count(flags: Array) -> Array:
-    return jnp.sum(flags).astype(jnp.float32)
 
+class SequenceDecisions(NamedTuple):
+    """What was decided of each sequence, ``[B]``, or ``[B, T]`` for packed rows.
 
-def _maximum(values: Array, mask: Array) -> tuple[Array, Array]:
-    return masked_max(values, mask), jnp.float32(1.0)
+    Attributes:
+      ends: True at one slot of every sequence that has response tokens.
+      keep: sequences that are trained on.
+      rejected: by cause.
+      factor: what the token weights of the sequence were multiplied by.
+      bound: whether ``factor`` is a cap.
+    """
+
+    ends: Bool[Array, "B *T"]
+    keep: Bool[Array, "B *T"]
+    rejected: Mapping[str, Bool[Array, "B *T"]]
+    factor: Float[Array, "B *T"]
+    bound: Bool[Array, "B *T"]
 
 
 def effective_sample_fraction(metrics: Mapping[str, tuple[Array, Array]]) -> Float[Array, ""]:
@@ -40,6 +50,9 @@ def effective_sample_fraction(metrics: Mapping[str, tuple[Array, Array]]) -> Flo
 
     Args:
       metrics: ``CorrectedBatch.metrics``, summed over any number of batches.
+
+    Returns:
+      Scalar float32.
 
     >>> pairs = {"weight/applied_mean": (jnp.float32(2), jnp.float32(4)),
     ...          "weight/applied_mean_square": (jnp.float32(2), jnp.float32(4))}
@@ -52,90 +65,107 @@ def effective_sample_fraction(metrics: Mapping[str, tuple[Array, Array]]) -> Flo
     return jnp.where(squares > 0, total * total / safe, 0.0)
 
 
-def keep_metrics(
+def token_quantities(
     scored: ScoredBatch,
-    sequence_keep: Bool[Array, B * T],
-    token_keep: Bool[Array, "B T"],
-    rejected: Mapping[str, Bool[Array, B * T]],
-) -> Metrics:
-    """Kept fractions and rejected sequences by cause, each sequence counted at its last token."""
-    mask = scored.response_mask
-    ends = sequence_ends(mask, scored.segment_ids)
-    sequences, tokens = _count(ends), _count(mask)
-    kept = over_tokens(sequence_keep, mask)
-    metrics = {
-        "sequences/kept_fraction": (_count(ends & kept), sequences),
-        "tokens/kept_fraction": (_count(token_keep & kept), tokens),
-    }
-    for name, flags in rejected.items():
-        metrics[f"rejected/{name}"] = (_count(ends & over_tokens(flags, mask)), sequences)
-    return metrics
-
-
-def weight_metrics(
+    numerator: LegalLogps,
+    rollout: LegalLogps,
     log_ratio: Float[Array, "B T"],
-    raw_weights: Float[Array, "B T"],
-    importance_weights: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    capped: bool,
-) -> Metrics:
-    """Raw ratios, applied weights, and where they differ; ``raw_weights`` is what the cap was applied to."""
-    finite = mask & jnp.isfinite(log_ratio)
-    tokens = _count(mask)
-    positive = mask & (importance_weights > 0)
-    bound = positive & (importance_weights != raw_weights) if capped else jnp.zeros_like(mask)
-    return {
-        "ratio/raw_mean": (masked_sum(safe_exp(log_ratio), finite), _count(finite)),
-        "weight/applied_mean": (masked_sum(importance_weights, mask), tokens),
-        "weight/applied_mean_square": (masked_sum(jnp.square(importance_weights), mask), tokens),
-        "weight/capped_fraction": (_count(bound), tokens),
-        "weight/dropped_fraction": (_count(mask & ~positive), tokens),
-        "max/weight": _maximum(importance_weights, mask),
-        "max/ratio": _maximum(safe_exp(log_ratio), finite),
-    }
-
-
-def divergence_metrics(scored: ScoredBatch, log_ratio: Float[Array, "B T"], refused: Bool[Array, "B T"]) -> Metrics:
-    """Estimators on sampled tokens, full-vocabulary divergences and entropies when the record carries them."""
-    mask = scored.response_mask & ~refused
-    finite = mask & jnp.isfinite(log_ratio)
-    metrics = {
-        "kl/k1_mean": (masked_sum(-log_ratio, finite), _count(finite)),
-        "kl/k3_mean": (masked_sum(k3(jnp.minimum(log_ratio, 60.0)), finite), _count(finite)),
-        "max/k2": _maximum(k2(log_ratio), mask),
-    }
-    for name, short in (("token_kl", "kl/token_mean"), ("token_tv", "tv/token_mean")):
-        values = getattr(scored, name)
-        if values is not None:
-            known = mask & jnp.isfinite(values)
-            metrics[short] = (masked_sum(values, known), _count(known))
-            metrics[f"max/{name}"] = _maximum(values, mask & ~jnp.isnan(values))
-            metrics[f"illegal/{name}_nan_fraction"] = (_count(mask & jnp.isnan(values)), _count(mask))
-    for name, short in (("policy_entropy", "entropy/policy_mean"), ("rollout_entropy", "entropy/rollout_mean")):
-        values = getattr(scored, name)
-        if values is not None:
-            known = mask & jnp.isfinite(values)
-            metrics[short] = (masked_sum(values, known), _count(known))
-    return metrics
-
-
-def logp_metrics(scored: ScoredBatch, proximal: LegalLogps, rollout: LegalLogps) -> Metrics:
-    """Perplexity gap and the count of every kind of unusual log-prob (totals are counts of tokens)."""
+    weights: Float[Array, "B T"],
+    capped: Bool[Array, "B T"],
+    token_keep: Bool[Array, "B T"],
+) -> Statistic:
+    """Everything that the metrics add up or take the maximum of, token by token."""
     mask = scored.response_mask
-    tokens = _count(mask)
-    odd = proximal.refused | rollout.refused | proximal.zero_probability | rollout.zero_probability
-    ends = sequence_ends(mask, scored.segment_ids)
-    usable = ends & (over_tokens(sequence_sum(odd.astype(jnp.float32), mask, scored.segment_ids), mask) == 0)
-    metrics: Metrics = {}
-    means = []
-    for name, legal in (("proximal", proximal), ("rollout", rollout)):
-        mean = sequence_mean(jnp.where(odd, 0.0, legal.logps), mask, scored.segment_ids)
-        means.append(over_tokens(mean, mask))
-        metrics[f"logps/{name}_mean"] = (masked_sum(means[-1], usable), _count(usable))
-    metrics["logps/ppl_gap"] = (masked_sum(means[0] - means[1], usable), _count(usable))
-    for kind in ("nan", "sentinel", "above_zero", "clamped"):
-        flags = getattr(proximal, kind) | getattr(rollout, kind)
-        metrics[f"illegal/{kind}_fraction"] = (_count(flags), tokens)
-    metrics["illegal/proximal_zero_fraction"] = (_count(proximal.zero_probability), tokens)
-    metrics["illegal/rollout_zero_fraction"] = (_count(rollout.zero_probability), tokens)
+    refused = numerator.refused | rollout.refused
+    legal = mask & ~refused
+    finite = legal & jnp.isfinite(log_ratio)
+    positive = legal & (weights > 0)
+    possible = legal & ~numerator.zero_probability & ~rollout.zero_probability
+    flags = {kind: getattr(numerator, kind) | getattr(rollout, kind) for kind in _ILLEGAL}
+    flags |= {"proximal_zero": numerator.zero_probability, "rollout_zero": rollout.zero_probability}
+    flags |= {"refused": refused, "finite": finite, "kept": token_keep, "positive": positive, "capped": capped}
+    sums = {
+        "log_ratio": masked_values(log_ratio, finite),
+        "ratio": masked_values(safe_exp(log_ratio), finite),
+        "k3": masked_values(k3(jnp.minimum(log_ratio, MAX_LOG_RATIO)), finite),
+        "weight": weights,
+        "weight_square": jnp.square(weights),
+        "proximal": masked_values(numerator.logps, possible),
+        "rollout": masked_values(rollout.logps, possible),
+    }
+    maxima = {
+        "weight": weights,
+        "minus_weight": masked_values(-weights, positive, -jnp.inf),
+        "log_ratio": masked_values(log_ratio, finite, -jnp.inf),
+        "abs_log_ratio": masked_values(jnp.abs(log_ratio), legal, -jnp.inf),
+    }
+    for name in (*_DIVERGENCES, *_ENTROPIES):
+        values = getattr(scored, name)
+        if values is not None:
+            known = legal & jnp.isfinite(values)
+            flags[f"{name}/known"] = known
+            sums[name] = masked_values(values, known)
+            if name in _DIVERGENCES:
+                nan = legal & jnp.isnan(values)
+                flags[f"{name}/nan"] = nan
+                maxima[name] = masked_values(values, legal & ~nan, -jnp.inf)
+    sums |= {name: flag.astype(jnp.float32) for name, flag in flags.items()}
+    return Statistic(sums=sums, maxima=maxima, value=lambda totals: totals)
+
+
+def metrics_from_totals(totals: Totals, decided: SequenceDecisions) -> Metrics:
+    """The metrics from the totals of ``token_quantities``, each sequence counted once."""
+
+    def total(values: Array, where: Array = decided.ends) -> Array:
+        return jnp.sum(masked_values(values, where & decided.ends))
+
+    def sequences(where: Array) -> Array:
+        return total(jnp.ones_like(totals.tokens), where)
+
+    def largest(values: Array) -> tuple[Array, Array]:
+        top = jnp.max(masked_values(values, decided.ends, -jnp.inf), initial=-jnp.inf)
+        return jnp.where(top > -jnp.inf, top, 0.0), (top > -jnp.inf).astype(jnp.float32)
+
+    sums, maxima = totals.sums, totals.maxima
+    tokens, everything = total(totals.tokens), sequences(decided.ends)
+    legal = tokens - total(sums["refused"])
+    finite = total(sums["finite"])
+    weighted = decided.factor > 0
+    metrics = {
+        "sequences/kept_fraction": (sequences(decided.keep), everything),
+        "tokens/kept_fraction": (total(sums["kept"], decided.keep), tokens),
+        "ratio/raw_mean": (total(sums["ratio"]), finite),
+        "weight/applied_mean": (total(sums["weight"] * decided.factor), legal),
+        "weight/applied_mean_square": (total(sums["weight_square"] * jnp.square(decided.factor)), legal),
+        "weight/capped_fraction": (total(jnp.where(decided.bound, sums["positive"], sums["capped"]), weighted), legal),
+        "weight/dropped_fraction": (legal - total(sums["positive"], weighted), legal),
+        "kl/k1_mean": (-total(sums["log_ratio"]), finite),
+        "kl/k3_mean": (total(sums["k3"]), finite),
+    }
+    metrics |= {f"rejected/{name}": (sequences(flags), everything) for name, flags in decided.rejected.items()}
+
+    ratio, count = largest(maxima["log_ratio"])
+    metrics["max/ratio"] = (jnp.where(count > 0, safe_exp(ratio), 0.0), count)
+    furthest, count = largest(maxima["abs_log_ratio"])
+    metrics["max/k2"] = (0.5 * jnp.square(furthest), count)
+    has_weight = decided.ends & weighted & (sums["positive"] > 0)
+    metrics["max/weight"] = largest(jnp.where(has_weight, maxima["weight"] * decided.factor, -jnp.inf))
+    smallest, count = largest(jnp.where(has_weight, maxima["minus_weight"] * decided.factor, -jnp.inf))
+    metrics["min/weight"] = (-smallest, count)
+
+    for name, short in (_DIVERGENCES | _ENTROPIES).items():
+        if name in sums:
+            metrics[short] = (total(sums[name]), total(sums[f"{name}/known"]))
+        if name in maxima:
+            metrics[f"max/{name}"] = largest(maxima[name])
+            metrics[f"illegal/{name}_nan_fraction"] = (total(sums[f"{name}/nan"]), legal)
+    for kind in (*_ILLEGAL, "proximal_zero", "rollout_zero"):
+        metrics[f"illegal/{kind}_fraction"] = (total(sums[kind]), tokens)
+
+    # A sequence with an illegal or impossible token has no mean log-prob.
+    usable = (sums["refused"] + sums["proximal_zero"] + sums["rollout_zero"] == 0) & decided.ends
+    count = sequences(usable)
+    for name in ("proximal", "rollout"):
+        metrics[f"logps/{name}_mean"] = (total(totals.mean(sums[name]), usable), count)
+    metrics["logps/ppl_gap"] = (total(totals.mean(sums["proximal"] - sums["rollout"]), usable), count)
     return metrics

@@ -12,10 +12,57 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax.checks import in_range, ordered
-from trm_jax.correction._divergence_masks import checked_statistic
-from trm_jax.numerics import AnyArray, safe_exp, sequence_count, sequence_mean, sequence_sum, tokens_after
+from trm_jax.correction._statistics import Statistic, Totals, checked_statistic, keep_where, mean_within
+from trm_jax.numerics import AnyArray, masked_values, safe_exp, tokens_after
 
-__all__ = ["geometric_mask", "length_neutral_mask", "sequence_error_ratio_mask", "token_outlier_mask"]
+__all__ = [
+    "error_ratio_statistic",
+    "geometric_mask",
+    "geometric_statistic",
+    "length_neutral_mask",
+    "length_neutral_statistic",
+    "sequence_error_ratio_mask",
+    "token_outlier_mask",
+]
+
+
+def _ratio_error(log_ratio: Array) -> Array:
+    """``|ρ - 1|`` without the cancellation near 1, finite for every ρ that is not NaN."""
+    return jnp.where(log_ratio < 1.0, jnp.abs(jnp.expm1(jnp.minimum(log_ratio, 1.0))), safe_exp(log_ratio) - 1.0)
+
+
+def length_neutral_statistic(
+    log_ratio: Array,
+    response_mask: AnyArray,
+    segment_ids: AnyArray | None,
+    *,
+    threshold: float,
+    max_token_kl: float,
+    max_token_tv: float,
+) -> Statistic:
+    """``length_neutral_mask`` before its totals are taken."""
+    horizon = jnp.maximum(tokens_after(response_mask, segment_ids), 0.0)
+    by_kl = jnp.sqrt(horizon * (0.5 * max_token_kl))
+    weight = jnp.minimum(1.0, jnp.minimum(horizon * max_token_tv, by_kl))
+    # A NaN times a weight of 0 is NaN, and rejects; an infinite ratio is exponentiated to a finite one before.
+    error = masked_values(_ratio_error(log_ratio) * weight, response_mask)
+
+    def value(totals: Totals) -> Array:
+        total, horizon = totals.sums
+        keep: Array = total <= threshold * horizon
+        return keep
+
+    return Statistic(sums=(error, masked_values(weight, response_mask)), value=value)
+
+
+def error_ratio_statistic(log_ratio: Array, response_mask: AnyArray, threshold: float) -> Statistic:
+    """``sequence_error_ratio_mask`` before its totals are taken."""
+    return mean_within(_ratio_error(log_ratio), response_mask, high=threshold)
+
+
+def geometric_statistic(log_ratio: Array, response_mask: AnyArray, low: float, high: float) -> Statistic:
+    """``geometric_mask`` before its totals are taken."""
+    return mean_within(log_ratio, response_mask, low=math.log(low) if low > 0 else -math.inf, high=math.log(high))
 
 
 def length_neutral_mask(
@@ -26,7 +73,7 @@ def length_neutral_mask(
     max_token_kl: float,
     max_token_tv: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
-) -> Bool[Array, B * T]:
+) -> Bool[Array, "B *T"]:
     """``(1/Z) Σ_t |ρ_t - 1| w_t <= δ_W``, ``w_t = min(1, (T-t) ε, √((T-t) δ/2))``, ``Z = Σ w_t`` (TRM F.2, LN-TRM).
 
     Args:
@@ -53,12 +100,10 @@ def length_neutral_mask(
     in_range("threshold", threshold, low=0.0)
     in_range("max_token_kl", max_token_kl, low=0.0, low_open=True)
     in_range("max_token_tv", max_token_tv, low=0.0, low_open=True)
-    horizon = jnp.maximum(tokens_after(response_mask, segment_ids), 0.0)
-    by_kl = jnp.sqrt(horizon * (0.5 * max_token_kl))
-    weight = jnp.minimum(1.0, jnp.minimum(horizon * max_token_tv, by_kl))
-    # A NaN times a weight of 0 is NaN, and rejects; an infinite ratio is exponentiated to a finite one before.
-    error = sequence_sum(_ratio_error(values) * weight, response_mask, segment_ids)
-    return error <= threshold * sequence_sum(weight, response_mask, segment_ids)
+    statistic = length_neutral_statistic(
+        values, response_mask, segment_ids, threshold=threshold, max_token_kl=max_token_kl, max_token_tv=max_token_tv
+    )
+    return keep_where(statistic, response_mask, segment_ids)
 
 
 def sequence_error_ratio_mask(
@@ -67,7 +112,7 @@ def sequence_error_ratio_mask(
     *,
     threshold: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
-) -> Bool[Array, B * T]:
+) -> Bool[Array, "B *T"]:
     """``(1/T) Σ_t |ρ_t - 1| <= δ_SER`` (TRM F.3, SER).
 
     Args:
@@ -88,12 +133,7 @@ def sequence_error_ratio_mask(
     """
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
     in_range("threshold", threshold, low=0.0)
-    return sequence_mean(_ratio_error(values), response_mask, segment_ids) <= threshold
-
-
-def _ratio_error(log_ratio: Array) -> Array:
-    """``|ρ - 1|`` without the cancellation near 1, finite for every ρ that is not NaN."""
-    return jnp.where(log_ratio < 1.0, jnp.abs(jnp.expm1(jnp.minimum(log_ratio, 1.0))), safe_exp(log_ratio) - 1.0)
+    return keep_where(error_ratio_statistic(values, response_mask, threshold), response_mask, segment_ids)
 
 
 def geometric_mask(
@@ -103,7 +143,7 @@ def geometric_mask(
     low: float,
     high: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
-) -> Bool[Array, B * T]:
+) -> Bool[Array, "B *T"]:
     """``low <= (Π_t ρ_t)^(1/T) <= high``: the geometric mean of the ratio, not of its inverse.
 
     Args:
@@ -125,10 +165,7 @@ def geometric_mask(
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
     in_range("low", low, low=0.0)
     ordered("low", low, "high", high)
-    mean = sequence_mean(values, response_mask, segment_ids)
-    log_low = math.log(low) if low > 0 else -math.inf
-    inside = (mean >= log_low) & (mean <= math.log(high))
-    return inside | (sequence_count(response_mask, segment_ids) == 0)
+    return keep_where(geometric_statistic(values, response_mask, low, high), response_mask, segment_ids)
 
 
 def token_outlier_mask(
@@ -150,6 +187,6 @@ def token_outlier_mask(
     >>> print(token_outlier_mask(jnp.array([[0.1, -2.0]]), jnp.ones((1, 2), bool), max_abs_log_ratio=1.0))
     [[ True False]]
     """
-    values = checked_statistic("log_ratio", log_ratio, response_mask, None)
+    values = checked_statistic("log_ratio", log_ratio, response_mask)
     in_range("max_abs_log_ratio", max_abs_log_ratio, low=0.0)
     return jnp.asarray(response_mask) & (jnp.abs(values) <= max_abs_log_ratio)

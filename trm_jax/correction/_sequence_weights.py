@@ -6,30 +6,71 @@ Shared rules: with ``K = Π_t k_t`` over the response tokens, 0 on the whole seq
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from trm_jax.checks import bool_mask, in_range, known_name, ordered, same_shape
-from trm_jax.correction._ratio_masks import geometric_mask
+from trm_jax.checks import in_range, known_name, ordered
+from trm_jax.correction._ratio_masks import geometric_statistic
+from trm_jax.correction._statistics import Statistic, Totals, checked_statistic, evaluate
 from trm_jax.correction._weights import exact_weights, unit_weights
-from trm_jax.numerics import AnyArray, as_float32, masked_values, over_tokens, safe_exp, sequence_sum
+from trm_jax.numerics import AnyArray, masked_values, over_tokens, safe_exp
 
-__all__ = ["geometric_masked_weights", "sequence_masked_weights", "sequence_truncated_weights"]
+__all__ = [
+    "GEOMETRIC_TOKEN_WEIGHTS",
+    "geometric_factor",
+    "geometric_masked_weights",
+    "masked_product",
+    "sequence_masked_weights",
+    "sequence_truncated_weights",
+    "truncated_product",
+]
+
+GEOMETRIC_TOKEN_WEIGHTS: Mapping[str, Callable[[Array, AnyArray], Array]] = MappingProxyType(
+    {"unit": unit_weights, "ratio": exact_weights}
+)
+"""What a token of a kept sequence weighs under Geo-MIS."""
 
 
-def _sequence_log_ratio(
-    log_ratio: AnyArray, response_mask: AnyArray, segment_ids: AnyArray | None
-) -> tuple[Array, Array]:
-    """``log K`` at every token, and where it may carry weight."""
-    same_shape(log_ratio=log_ratio, response_mask=response_mask, segment_ids=segment_ids)
-    bool_mask(response_mask=response_mask)
-    values = jax.lax.stop_gradient(as_float32(log_ratio))
-    total = over_tokens(sequence_sum(values, response_mask, segment_ids), values)
-    usable = jnp.asarray(response_mask) & (total > -jnp.inf)  # False for NaN
-    return jnp.where(usable, total, 0.0), usable
+def truncated_product(log_ratio: Array, response_mask: AnyArray, cap: float) -> Statistic:
+    """``min(K, C)`` of each sequence, 0 where K is 0 or NaN; and whether that is the cap."""
+
+    def value(totals: Totals) -> tuple[Array, Array]:
+        product = safe_exp(totals.sums[0])
+        return masked_values(jnp.minimum(product, cap), product > 0), product > cap
+
+    return Statistic(sums=(masked_values(log_ratio, response_mask),), value=value)
+
+
+def masked_product(log_ratio: Array, response_mask: AnyArray, low: float, cap: float) -> Statistic:
+    """``K · 1{low <= K <= C}`` of each sequence, 0 where K is 0 or NaN; never a cap."""
+
+    def value(totals: Totals) -> tuple[Array, Array]:
+        product = safe_exp(totals.sums[0])
+        weight = masked_values(product, (product >= low) & (product <= cap))
+        return weight, jnp.zeros_like(weight, bool)
+
+    return Statistic(sums=(masked_values(log_ratio, response_mask),), value=value)
+
+
+def geometric_factor(log_ratio: Array, response_mask: AnyArray, low: float, high: float) -> Statistic:
+    """1 for the sequences whose ``K^(1/T)`` lies in the band, 0 for the others; never a cap."""
+    inside = geometric_statistic(log_ratio, response_mask, low, high)
+
+    def value(totals: Totals) -> tuple[Array, Array]:
+        keep = inside.value(totals)
+        return keep.astype(jnp.float32), jnp.zeros_like(keep)
+
+    return inside._replace(value=value)
+
+
+def _spread(factor: Statistic, token_weights: Array, response_mask: AnyArray, segment_ids: AnyArray | None) -> Array:
+    """The weights of the tokens times the factor of their sequence."""
+    weight, _ = evaluate({"factor": factor}, response_mask, segment_ids)["factor"]
+    return token_weights * over_tokens(weight, token_weights)
 
 
 def sequence_truncated_weights(
@@ -59,9 +100,10 @@ def sequence_truncated_weights(
     [[0.75 0.75]
      [2.   2.  ]]
     """
-    total, usable = _sequence_log_ratio(log_ratio, response_mask, segment_ids)
+    values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
     in_range("cap", cap, low=0.0, low_open=True, high_open=True)
-    return masked_values(jnp.minimum(safe_exp(total), cap), usable)
+    unit = jnp.asarray(response_mask).astype(jnp.float32)
+    return _spread(truncated_product(values, response_mask, cap), unit, response_mask, segment_ids)
 
 
 def sequence_masked_weights(
@@ -93,12 +135,12 @@ def sequence_masked_weights(
     [[0.75 0.75]
      [0.   0.  ]]
     """
-    total, usable = _sequence_log_ratio(log_ratio, response_mask, segment_ids)
+    values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
     in_range("low", low, low=0.0)
     in_range("cap", cap, high_open=True)
     ordered("low", low, "cap", cap)
-    ratio = safe_exp(total)
-    return masked_values(ratio, usable & (ratio >= low) & (ratio <= cap))
+    unit = jnp.asarray(response_mask).astype(jnp.float32)
+    return _spread(masked_product(values, response_mask, low, cap), unit, response_mask, segment_ids)
 
 
 def geometric_masked_weights(
@@ -132,6 +174,8 @@ def geometric_masked_weights(
     """
     known_name("token_weight", token_weight, ("unit", "ratio"))
     in_range("high", high, high=math.inf, high_open=True)
-    keep = geometric_mask(log_ratio, response_mask, low=low, high=high, segment_ids=segment_ids)
-    weigh = unit_weights if token_weight == "unit" else exact_weights
-    return masked_values(weigh(log_ratio, response_mask), over_tokens(keep, log_ratio))
+    in_range("low", low, low=0.0)
+    ordered("low", low, "high", high)
+    values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
+    tokens = GEOMETRIC_TOKEN_WEIGHTS[token_weight](values, response_mask)
+    return _spread(geometric_factor(values, response_mask, low, high), tokens, response_mask, segment_ids)

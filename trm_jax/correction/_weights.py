@@ -5,16 +5,20 @@ Shared rules: 0 where the log-ratio is NaN or p = 0 (never a silent 1); at q = 0
 
 from __future__ import annotations
 
+import math
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from trm_jax.checks import bool_mask, in_range, ordered, same_shape
-from trm_jax.correction._log_ratio import masked_log_ratio, usable_log_ratio
-from trm_jax.divergences import binary_kl
+from trm_jax.correction._log_ratio import log_weight, masked_log_ratio
 from trm_jax.numerics import AnyArray, masked_values, safe_exp
 
 __all__ = [
+    "bernoulli_kl_formula",
     "bernoulli_kl_weights",
+    "calibrated_formula",
     "calibrated_weights",
     "exact_weights",
     "masked_weights",
@@ -22,17 +26,27 @@ __all__ = [
     "unit_weights",
 ]
 
+_COMPLEMENT_FLOOR = 2.0**-24  # as in binary_kl: 1 - p below it is not information
 
-def _checked(log_ratio: AnyArray, response_mask: AnyArray) -> tuple[Array, Array]:
+
+def _checked(log_ratio: AnyArray, response_mask: AnyArray) -> Array:
     same_shape(log_ratio=log_ratio, response_mask=response_mask)
     bool_mask(response_mask=response_mask)
-    return usable_log_ratio(log_ratio, response_mask)
+    return log_weight(log_ratio, response_mask)
 
 
-def _checked_pair(proximal_logps: AnyArray, rollout_logps: AnyArray, response_mask: AnyArray) -> tuple[Array, Array]:
+def _checked_pair(
+    proximal_logps: AnyArray, rollout_logps: AnyArray, response_mask: AnyArray
+) -> tuple[Array, Array, Array]:
+    """The log-weights, and both log-probs as constants, at most 0 and -1 wherever nothing weighs."""
     same_shape(proximal_logps=proximal_logps, rollout_logps=rollout_logps, response_mask=response_mask)
     bool_mask(response_mask=response_mask)
-    return usable_log_ratio(masked_log_ratio(proximal_logps, rollout_logps, response_mask), response_mask)
+    values = log_weight(masked_log_ratio(proximal_logps, rollout_logps, response_mask), response_mask)
+    logp, logq = (
+        jnp.minimum(masked_values(jax.lax.stop_gradient(x), values > -jnp.inf, -1.0), 0.0)
+        for x in (proximal_logps, rollout_logps)
+    )
+    return values, logp, logq
 
 
 def unit_weights(log_ratio: Float[AnyArray, "B T"], response_mask: Bool[AnyArray, "B T"]) -> Float[Array, "B T"]:
@@ -51,8 +65,7 @@ def unit_weights(log_ratio: Float[AnyArray, "B T"], response_mask: Bool[AnyArray
     >>> print(unit_weights(jnp.array([[3.0, 0.0]]), jnp.array([[True, False]])))
     [[1. 0.]]
     """
-    _, usable = _checked(log_ratio, response_mask)
-    return usable.astype(jnp.float32)
+    return (_checked(log_ratio, response_mask) > -jnp.inf).astype(jnp.float32)
 
 
 def exact_weights(
@@ -76,10 +89,10 @@ def exact_weights(
     >>> print(np.asarray(exact_weights(jnp.log(jnp.array([[3.0, 0.5]])), jnp.ones((1, 2), bool)), float).round(4))
     [[3.  0.5]]
     """
-    values, usable = _checked(log_ratio, response_mask)
+    values = _checked(log_ratio, response_mask)
     in_range("low", low, low=0.0)
     in_range("high", high, low=low, low_open=True, high_open=True)
-    return masked_values(jnp.clip(safe_exp(values), low, high), usable)
+    return masked_values(jnp.clip(safe_exp(values), low, high), values > -jnp.inf)
 
 
 def truncated_weights(
@@ -101,9 +114,9 @@ def truncated_weights(
     >>> print(truncated_weights(jnp.log(jnp.array([[3.0, 0.5]])), jnp.ones((1, 2), bool)))
     [[2.  0.5]]
     """
-    values, usable = _checked(log_ratio, response_mask)
+    values = _checked(log_ratio, response_mask)
     in_range("cap", cap, low=0.0, low_open=True, high_open=True)
-    return masked_values(jnp.minimum(safe_exp(values), cap), usable)
+    return jnp.minimum(safe_exp(values), cap)
 
 
 def masked_weights(
@@ -127,12 +140,27 @@ def masked_weights(
     >>> print(np.asarray(masked_weights(jnp.log(jnp.array([[1.5, 6.0]])), jnp.ones((1, 2), bool)), float).round(4))
     [[1.5 0. ]]
     """
-    values, usable = _checked(log_ratio, response_mask)
+    values = _checked(log_ratio, response_mask)
     in_range("low", low, low=0.0)
     in_range("high", high, high_open=True)
     ordered("low", low, "high", high)
-    ratio = safe_exp(values)
-    return masked_values(ratio, usable & (ratio >= low) & (ratio <= high))
+    log_low = math.log(low) if low > 0 else -math.inf
+    return masked_values(safe_exp(values), (values >= log_low) & (values <= math.log(high)))
+
+
+def bernoulli_kl_formula(values: Array, logp: Array, logq: Array, threshold: float) -> Array:
+    """``bernoulli_kl_weights`` of log-weights and legal log-probs.
+
+    Both divergences are exact to about 1e-7 nats, which a threshold can live with. ``binary_kl`` keeps relative
+    accuracy as well, by branches that would make passes over memory of their own here.
+    """
+    rest_p, rest_q = (jnp.maximum(-jnp.expm1(x), _COMPLEMENT_FLOOR) for x in (logp, logq))
+    difference = jnp.where(logp == logq, 0.0, logq - logp)
+    complements = jnp.log1p((rest_q - rest_p) / rest_p)
+    larger = jnp.maximum(  # NaN, which drops, where exactly one of p and q is 0
+        -(jnp.exp(logp) * difference + rest_p * complements), jnp.exp(logq) * difference + rest_q * complements
+    )
+    return masked_values(safe_exp(values), larger <= threshold)
 
 
 def bernoulli_kl_weights(
@@ -161,11 +189,18 @@ def bernoulli_kl_weights(
     >>> print(np.asarray(bernoulli_kl_weights(p, q, jnp.ones((1, 2), bool)), float).round(4))
     [[1.2 0. ]]
     """
-    values, usable = _checked_pair(proximal_logps, rollout_logps, response_mask)
+    values, logp, logq = _checked_pair(proximal_logps, rollout_logps, response_mask)
     in_range("threshold", threshold, low=0.0, low_open=True, high_open=True)
-    logp, logq = masked_values(proximal_logps, usable, -1.0), masked_values(rollout_logps, usable, -1.0)
-    divergence = jnp.maximum(binary_kl(logp, logq), binary_kl(logq, logp))
-    return masked_values(safe_exp(values), usable & (divergence <= threshold))
+    return bernoulli_kl_formula(values, logp, logq, threshold)
+
+
+def calibrated_formula(values: Array, logp: Array, cis_lambda: float, cis_kappa: float, two_sided: bool) -> Array:
+    """``calibrated_weights`` of log-weights and legal log-probs."""
+    rest = -jnp.expm1(logp)  # 1 - p
+    weights = jnp.minimum(safe_exp(values), 1.0 + cis_lambda * jnp.maximum(rest, cis_kappa))
+    if two_sided:
+        weights = masked_values(jnp.maximum(weights, 1.0 - 0.5 * rest), values > -jnp.inf)
+    return weights
 
 
 def calibrated_weights(
@@ -200,12 +235,7 @@ def calibrated_weights(
     >>> print(np.asarray(calibrated_weights(p, q, jnp.ones((1, 2), bool)), float).round(4))
     [[1.   1.23]]
     """
-    values, usable = _checked_pair(proximal_logps, rollout_logps, response_mask)
+    values, logp, _ = _checked_pair(proximal_logps, rollout_logps, response_mask)
     in_range("cis_lambda", cis_lambda, low=0.0, high_open=True)
     in_range("cis_kappa", cis_kappa, low=0.0, high=1.0)
-    logp = jnp.minimum(masked_values(proximal_logps, usable, -1.0), 0.0)
-    cap = 1.0 + cis_lambda * jnp.maximum(-jnp.expm1(logp), cis_kappa)
-    weights = jnp.minimum(safe_exp(values), cap)
-    if two_sided:
-        weights = jnp.maximum(weights, 1.0 + 0.5 * jnp.expm1(logp))
-    return masked_values(weights, usable)
+    return calibrated_formula(values, logp, cis_lambda, cis_kappa, two_sided)

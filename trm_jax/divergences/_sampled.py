@@ -35,12 +35,12 @@ class TopKDivergence(NamedTuple):
       tv_upper: upper bound of the total variation, at most 1.
     """
 
-    kl_lower: Float[Array, ...]
-    tv_lower: Float[Array, ...]
-    tv_upper: Float[Array, ...]
+    kl_lower: Float[Array, "..."]
+    tv_lower: Float[Array, "..."]
+    tv_upper: Float[Array, "..."]
 
 
-def k1(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
+def k1(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """``-log ρ``: unbiased estimator of KL(π_roll ‖ π_θ) for samples of π_roll, any sign (TRM 4.3).
 
     Args:
@@ -55,7 +55,7 @@ def k1(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
     return -as_float32(log_ratio)
 
 
-def k2(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
+def k2(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """``(log ρ)² / 2``: symmetric, for the max criterion (TRM 4.3, Schulman 2020).
 
     Args:
@@ -70,7 +70,7 @@ def k2(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
     return 0.5 * jnp.square(as_float32(log_ratio))
 
 
-def k3(log_ratio: Float[AnyArray, ...]) -> Float[Array, ...]:
+def k3(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """``ρ - 1 - log ρ``: unbiased and non-negative, for averages (TRM 4.3, Schulman 2020).
 
     Args:

@@ -15,7 +15,7 @@ from typing import Literal, SupportsFloat
 
 __all__ = ["METRICS", "Metric", "check_record", "reduce_pairs"]
 
-Reduction = Literal["mean", "max", "whole", "label"]
+Reduction = Literal["mean", "max", "min", "whole", "label"]
 Scale = Literal["linear", "log"]
 
 GROUP_TITLES: Mapping[str, str] = MappingProxyType(
@@ -44,7 +44,8 @@ class Metric:
       unit: its unit; empty for a pure number.
       meaning: one sentence for the glossary.
       reduction: how parts (microbatches, devices) combine. ``mean``: sum of totals over sum of denominators; ``max``:
-        the largest; ``whole``: computed once over the whole batch, parts cannot be combined; ``label``: a word.
+        the largest; ``min``: the smallest; ``whole``: computed once over the whole batch, parts cannot be combined;
+        ``label``: a word.
       scale: the axis that suits it.
     """
 
@@ -200,6 +201,14 @@ _ALL = (
     ),
     _metric("correction/weight_max", "largest weight", "", "max", "The largest weight of this step.", log=True),
     _metric(
+        "correction/weight_min",
+        "smallest weight",
+        "",
+        "min",
+        "The smallest weight above 0 that was applied at this step.",
+        log=True,
+    ),
+    _metric(
         "correction/weight_capped_fraction",
         "weights capped",
         "fraction",
@@ -297,8 +306,8 @@ def check_record(record: Mapping[str, object]) -> None:
 def reduce_pairs(parts: Iterable[Mapping[str, tuple[SupportsFloat, SupportsFloat]]]) -> dict[str, float]:
     """Combines ``(total, denominator)`` pairs of microbatches or devices and divides once.
 
-    A mean is Σ total / Σ denominator. Maxima (catalogue names reduced by ``max``, and any name that starts with
-    ``max/``) take the largest total among parts with a positive denominator.
+    A mean is Σ total / Σ denominator. Extrema (catalogue names reduced by ``max`` or ``min``, and any name that starts
+    with ``max/`` or ``min/``) take the largest or smallest total among parts with a positive denominator.
 
     Args:
       parts: one mapping a part. Names outside the catalogue are legal here (a loss's own auxiliary sums).
@@ -329,13 +338,15 @@ def reduce_pairs(parts: Iterable[Mapping[str, tuple[SupportsFloat, SupportsFloat
 
 def _reduce(name: str, pairs: list[tuple[float, float]]) -> float:
     metric = METRICS.get(name)
-    reduction = "max" if name.startswith("max/") else metric.reduction if metric else "mean"
+    prefix = name.partition("/")[0]
+    reduction = prefix if prefix in ("max", "min") else metric.reduction if metric else "mean"
     counted = [(total, denominator) for total, denominator in pairs if denominator != 0]
     if not counted:
         return math.nan
-    if reduction == "max":
+    if reduction in ("max", "min"):
         totals = [total for total, _ in counted]
-        return math.nan if any(math.isnan(total) for total in totals) else max(totals)
+        extremum = max(totals) if reduction == "max" else min(totals)
+        return math.nan if any(math.isnan(total) for total in totals) else extremum
     if reduction == "whole" and len(counted) > 1:
         raise ValueError(
             f"metric {name!r} came in {len(counted)} parts, but it belongs to the whole batch and parts of it do not "

@@ -27,6 +27,7 @@ _NAMES = {
     "ratio/raw_mean": "correction/ratio_raw_mean",
     "weight/applied_mean": "correction/weight_mean",
     "max/weight": "correction/weight_max",
+    "min/weight": "correction/weight_min",
     "weight/capped_fraction": "correction/weight_capped_fraction",
     "weight/dropped_fraction": "correction/weight_zero_fraction",
     "rejected/non_finite": "correction/non_finite_fraction",
