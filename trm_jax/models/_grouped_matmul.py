@@ -156,5 +156,5 @@ def _tiles(form: str, rows: Array, weight: Array, owner: Array, align: int, comp
         y = jnp.einsum(form, x, w, precision=compute.precision, preferred_element_type=jnp.float32)
         return y.astype(rows.dtype)
 
-    out = jax.lax.map(one, (rows.reshape(-1, align, rows.shape[-1]), owner))
+    out: Array = jax.lax.map(one, (rows.reshape(-1, align, rows.shape[-1]), owner))
     return out.reshape(rows.shape[0], -1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from trm_jax.models._compute import ComputeConfig, ExpertImplementation
@@ -13,6 +16,7 @@ from trm_jax.models._config import TransformerConfig
 from trm_jax.models._grouped_matmul import group_rows, grouped_matmul, tile_rows
 from trm_jax.models._parts import dense, feed_forward, silu
 from trm_jax.models._quantize import QuantizedArray, dequantize
+from trm_jax.models._sharding import RULES
 
 __all__ = ["mixture", "route"]
 
@@ -70,7 +74,9 @@ def mixture(
     if form == "dense":
         out = _every_expert(x, chosen, weights, block, config, compute)
     else:
-        out = _chosen_experts(x, chosen, weights, block, config, compute, form)
+        experts = {name: block[name] for name in ("gate", "up", "down")}
+        run = functools.partial(_chosen_experts, config=config, compute=compute, form=form)
+        out = _on_each_shard(run, x, chosen, weights, experts)
     if config.d_ff_shared:
         shared = feed_forward(x, block, compute, prefix="shared_")
         if config.shared_router:
@@ -108,22 +114,44 @@ def _all_columns(x: Float[Array, "N D"], weight: Array | QuantizedArray, compute
     return dense(x, full.swapaxes(0, 1).reshape(width, n_experts * ff), compute).reshape(-1, n_experts, ff)
 
 
+def _on_each_shard(run: Callable[..., Array], x: Array, chosen: Array, weights: Array, experts: Any) -> Array:
+    """``run(x, chosen, weights, experts)`` on each device's own tokens, where a mesh is set that splits them.
+
+    The compiler cannot see that sorting tokens by expert may stop at a device's edge: left alone it would gather all
+    tokens everywhere. Needs ``jax.set_mesh``; without it the result is the same, and every device computes all of it.
+    """
+    mesh, axis = jax.sharding.get_abstract_mesh(), RULES["batch"]
+    shards = 1 if axis is None else dict(mesh.shape).get(axis, 1)
+    if shards == 1 or x.shape[0] % shards:
+        return run(x, chosen, weights, experts)
+    split = PartitionSpec(axis)
+    local: Callable[..., Array] = jax.shard_map(
+        run,
+        in_specs=(split, split, split, PartitionSpec()),
+        out_specs=split,
+        axis_names={axis},
+        check_vma=False,
+    )
+    return local(x, chosen, weights, experts)
+
+
 def _chosen_experts(
-    x: Array,
-    chosen: Array,
-    weights: Array,
-    block: dict[str, Any],
+    x: Float[Array, "N D"],
+    chosen: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    experts: dict[str, Any],
+    *,
     config: TransformerConfig,
     compute: ComputeConfig,
     form: ExpertImplementation,
-) -> Array:
+) -> Float[Array, "N D"]:
     """Tokens sorted by expert, multiplied by their own expert only, and put back."""
     count, k = chosen.shape
     align, total = tile_rows(count * k, config.n_experts, form)
     groups = group_rows(chosen.reshape(-1), config.n_experts, align=align, total=total)
 
     def multiply(rows: Array, name: str) -> Array:
-        weight = dequantize(block[name], compute.jnp_dtype)
+        weight = dequantize(experts[name], compute.jnp_dtype)
         return grouped_matmul(rows, weight, groups.sizes, align=align, implementation=form, compute=compute)
 
     rows = x.astype(compute.jnp_dtype).at[groups.source // k].get(mode="fill", fill_value=0)
