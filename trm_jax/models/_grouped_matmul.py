@@ -41,14 +41,14 @@ class Groups:
 def tile_rows(rows: int, groups: int, implementation: ExpertImplementation) -> tuple[int, int]:
     """``(align, total)``: every group's size is a multiple of ``align``, and ``P``, which holds whatever groups come.
 
-    A tile of the "blocked" form is an eighth to a quarter of an average group: padding then adds about a tenth.
+    A tile of the "blocked" form is a 16th to an eighth of an average group, which is what padding adds, or eight rows.
     """
     if implementation == "ragged_dot":
         return 1, rows
     if implementation == "megablox":
         return 1, -(-rows // _MEGABLOX_TILE) * _MEGABLOX_TILE
     align = 8
-    while align < 256 and 8 * align * groups <= rows:
+    while align < 256 and 32 * align * groups <= rows:
         align *= 2
     return align, align * (rows // align + min(groups, rows))
 
