@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +116,37 @@ def test_the_tpu_kernel_computes_the_same_in_the_interpreter():
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), found["megablox"], found["ragged_dot"]
     )
+
+
+COMPILE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from trm_jax.models import ComputeConfig
+from trm_jax.models._grouped_matmul import grouped_matmul, tile_rows
+chip = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[:1]
+place = NamedSharding(Mesh(np.array(chip), ("x",)), PartitionSpec())
+compute = ComputeConfig(dtype="bfloat16")
+align, total = tile_rows(4096, 60, "megablox")
+def loss(rows, weight, sizes):
+    out = grouped_matmul(rows, weight, sizes, align=align, implementation="megablox", compute=compute)
+    return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+shapes = [((total, 512), jnp.bfloat16), ((60, 512, 256), jnp.bfloat16), ((60,), jnp.int32)]
+args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+for function in (loss, jax.grad(loss, argnums=(0, 1))):
+    print(jax.jit(function).lower(*args).compile().cost_analysis()["flops"] / (2 * total * 512 * 256))
+"""
+
+
+@pytest.mark.slow
+def test_the_tpu_kernel_compiles_for_a_tpu_and_costs_what_it_multiplies():
+    pytest.importorskip("libtpu")
+    environ = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    forward, gradient = map(float, done.stdout.split())
+    assert 1 <= forward < 1.05  # the sine costs a little
+    assert 3 <= gradient < 3.1  # the product, and one product for each operand: sixty times that with ragged_dot
 
 
 def test_an_unknown_form_is_refused():

@@ -135,7 +135,7 @@ def test_a_disturbance_below_half_the_margin_flips_nothing():
     assert np.any(np.sort(flipped) != np.sort(chosen), axis=1).all()
 
 
-def test_on_a_mesh_every_device_sorts_its_own_tokens(build):
+def test_on_a_mesh_every_device_sorts_its_own_tokens(build, quick_jit):
     model = build("moe", vocab_size=12)
     graphdef, params = nnx.split(model, nnx.Param)
     mesh = make_mesh(data=4, tensor=2)
@@ -144,11 +144,11 @@ def test_on_a_mesh_every_device_sorts_its_own_tokens(build):
     def loss(p, t):
         return jnp.sum(nnx.merge(graphdef, p)(t).hidden ** 2)
 
-    expected, grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    expected, grads = quick_jit(jax.value_and_grad(loss))(params, tokens)
     placed = jax.device_put(params, param_shardings(params, mesh))
     split = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh):
-        found, found_grads = jax.jit(jax.value_and_grad(loss))(placed, split)
+        found, found_grads = quick_jit(jax.value_and_grad(loss))(placed, split)
         jaxpr = jax.make_jaxpr(loss)(placed, split)
     assert "shard_map" in str(jaxpr)
     assert "shard_map" not in str(jax.make_jaxpr(loss)(params, tokens))

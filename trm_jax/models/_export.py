@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from trm_jax.models._config import TransformerConfig
-from trm_jax.models._hf_config import config_from_hf, config_to_hf
+from trm_jax.models._hf_config import config_from_hf
+from trm_jax.models._hf_config_write import config_to_hf
 from trm_jax.models._hf_tensors import Slot, checkpoint_slots
 from trm_jax.models._pretrained import read_config
 from trm_jax.models._transformer import Transformer

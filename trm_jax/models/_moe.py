@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from trm_jax.models._compute import ComputeConfig, ExpertImplementation
@@ -121,8 +121,9 @@ def _on_each_shard(run: Callable[..., Array], x: Array, chosen: Array, weights: 
     tokens everywhere. Needs ``jax.set_mesh``; without it the result is the same, and every device computes all of it.
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), RULES["batch"]
-    shards = 1 if axis is None else dict(mesh.shape).get(axis, 1)
-    if shards == 1 or x.shape[0] % shards:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    # Inside a caller's own shard_map the tokens are local already.
+    if axis is None or kinds.get(axis) != AxisType.Auto or mesh.shape[axis] == 1 or x.shape[0] % mesh.shape[axis]:
         return run(x, chosen, weights, experts)
     split = PartitionSpec(axis)
     local: Callable[..., Array] = jax.shard_map(

@@ -12,9 +12,9 @@ from trm_jax.models.pretrained.fetch import cached_path as cached_path
 from trm_jax.models.pretrained.fetch import fetch_smollm2 as fetch_smollm2
 from trm_jax.models.pretrained.gguf_reader import SUPPORTED_FORMATS as SUPPORTED_FORMATS
 from trm_jax.models.pretrained.gguf_reader import GGUFModel as GGUFModel
-from trm_jax.models.pretrained.gguf_reader import LlamaConfig as LlamaConfig
 from trm_jax.models.pretrained.gguf_reader import read_gguf as read_gguf
 from trm_jax.models.pretrained.gguf_reader import unpermute_rope as unpermute_rope
+from trm_jax.models.pretrained.gguf_tensors import LlamaConfig as LlamaConfig
 from trm_jax.models.pretrained.safetensors_reader import SafetensorsDirectory as SafetensorsDirectory
 from trm_jax.models.pretrained.safetensors_reader import StoredTensor as StoredTensor
 from trm_jax.models.pretrained.safetensors_reader import open_safetensors as open_safetensors

@@ -5,51 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jaxtyping import Float32
 
+from trm_jax.models.pretrained.gguf_tensors import LlamaConfig, expected_tensors
+
 if TYPE_CHECKING:
     import gguf
 
-__all__ = ["SUPPORTED_FORMATS", "GGUFModel", "LlamaConfig", "read_gguf", "unpermute_rope"]
+__all__ = ["SUPPORTED_FORMATS", "GGUFModel", "read_gguf", "unpermute_rope"]
 
 SUPPORTED_FORMATS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-class LlamaConfig(TypedDict):
-    """Shape of a dense model, in Hugging Face's words. A plain dict at run time; ids that the file lacks are None."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +42,7 @@ class GGUFModel:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name to shape of every tensor."""
-        return {hf: shape for hf, shape, _ in _expected_tensors(self.model_type, self.config).values()}
+        return {hf: shape for hf, shape, _ in expected_tensors(self.model_type, self.config).values()}
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Every tensor is read as float32."""
@@ -161,7 +130,7 @@ def read_gguf(path: str | Path) -> GGUFModel:
 
     present = {tensor.name: tensor for tensor in reader.tensors}
     kind, config = _read_config(path, reader, tied="output.weight" not in present)
-    expected = _expected_tensors(kind, config)
+    expected = expected_tensors(kind, config)
     _check_tensors(path, present, expected)
     sources = {hf: (present[name], heads) for name, (hf, _, heads) in expected.items()}
     tokenizer = {key: field.contents() for key, field in reader.fields.items() if key.startswith("tokenizer.")}
@@ -246,41 +215,6 @@ def _read_config(path: Path, reader: gguf.GGUFReader, *, tied: bool) -> tuple[st
 def _shortest(value: float) -> float:
     """GGUF stores float32: 9.999999747378752e-06 was meant to be 1e-05."""
     return float(str(np.float32(value)))
-
-
-def _expected_tensors(kind: str, config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
-    """GGUF name → (Hugging Face name, shape, heads of a permuted projection)."""
-    width, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv_heads, head_dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    q_width, kv_width = heads * head_dim, kv_heads * head_dim
-    permuted = kind == "llama"  # only llama's converter reorders for rotary positions on neighbouring coordinates
-    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
-        "attn_norm.weight": ((width,), None),
-        "attn_q.weight": ((q_width, width), heads if permuted else None),
-        "attn_k.weight": ((kv_width, width), kv_heads if permuted else None),
-        "attn_v.weight": ((kv_width, width), None),
-        "attn_output.weight": ((width, q_width), None),
-        "ffn_norm.weight": ((width,), None),
-        "ffn_gate.weight": ((ffn, width), None),
-        "ffn_up.weight": ((ffn, width), None),
-        "ffn_down.weight": ((width, ffn), None),
-    }
-    if kind == "qwen2":
-        shapes |= {f"attn_{x}.bias": ((q_width if x == "q" else kv_width,), None) for x in "qkv"}
-    if kind == "qwen3":
-        shapes |= {f"attn_{x}_norm.weight": ((head_dim,), None) for x in "qk"}
-    expected: dict[str, tuple[str, tuple[int, ...], int | None]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", (vocab, width), None)
-    }
-    for layer in range(config["num_hidden_layers"]):
-        for name, (shape, permuted_heads) in shapes.items():
-            part, suffix = name.split(".")
-            hf = f"model.layers.{layer}.{_BLOCK_NAMES[part]}.{suffix}"
-            expected[f"blk.{layer}.{name}"] = (hf, shape, permuted_heads)
-    expected["output_norm.weight"] = ("model.norm.weight", (width,), None)
-    if not config["tie_word_embeddings"]:
-        expected["output.weight"] = ("lm_head.weight", (vocab, width), None)
-    return expected
 
 
 def _check_tensors(

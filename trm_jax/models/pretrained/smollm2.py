@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32
 
-from trm_jax.models.pretrained.gguf_reader import GGUFModel, LlamaConfig, read_gguf
+from trm_jax.models.pretrained.gguf_reader import GGUFModel, read_gguf
+from trm_jax.models.pretrained.gguf_tensors import LlamaConfig
 from trm_jax.models.pretrained.tokenizer import PretrainedTokenizer
 
 __all__ = ["SMOLLM2_135M", "load_smollm2", "open_smollm2"]
