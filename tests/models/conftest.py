@@ -12,13 +12,32 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, TransformerOutput
+from trm_jax.models import (
+    ComputeConfig,
+    LatentConfig,
+    Transformer,
+    TransformerConfig,
+    TransformerOutput,
+    YarnConfig,
+)
 
 SHAPES = {
     "dense": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
     "tied": {"tie_embeddings": True},
     "moe": {"n_kv_heads": 1, "n_experts": 4, "experts_per_token": 2},
+    "biased": {"n_heads": 4, "qkv_bias": True, "qk_norm": True},
+    "shared": {"qkv_bias": True, "n_experts": 4, "normalize_experts": False, "d_ff_shared": 12, "shared_router": True},
+    "latent": {
+        "latent": LatentConfig(kv_rank=12, rope_dim=4, value_dim=6),
+        "yarn": YarnConfig(factor=4.0, original_length=8, mscale_all_dim=0.7),
+        "n_layers": 3,
+        "n_experts": 4,
+        "expert_scale": 1.5,
+        "d_ff_shared": 12,
+        "n_dense_layers": 1,
+        "d_ff_dense": 20,
+    },
 }
 
 
@@ -35,7 +54,8 @@ def make_model(kind: str, **changes: Any) -> Transformer:
         value = variable.get_value()
         noise = rng.standard_normal(value.shape)
         is_norm = "norm" in variable.get_metadata("logical_axes")
-        filled = 1.0 + 0.3 * noise if is_norm else noise / np.sqrt(value.shape[-2])
+        is_bias = "bias" in variable.get_metadata("logical_axes")
+        filled = 1.0 + 0.3 * noise if is_norm else noise / np.sqrt(4 if is_bias else value.shape[-2])
         return variable.replace(jnp.asarray(filled, jnp.float32))
 
     params = jax.tree.map(fill, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -48,19 +68,33 @@ def make_model(kind: str, **changes: Any) -> Transformer:
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "compute", "remat"), compiler_options=QUICK_COMPILE)
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "compute", "remat", "layer_states"), compiler_options=QUICK_COMPILE
+)
 def _forward(
-    graphdef: Any, params: Any, tokens: Any, compute: ComputeConfig, remat: bool, arrays: dict[str, Any]
+    graphdef: Any,
+    params: Any,
+    tokens: Any,
+    compute: ComputeConfig,
+    remat: bool,
+    layer_states: bool,
+    arrays: dict[str, Any],
 ) -> Any:
-    return nnx.merge(graphdef, params)(tokens, compute=compute, remat=remat, **arrays)
+    return nnx.merge(graphdef, params)(tokens, compute=compute, remat=remat, layer_states=layer_states, **arrays)
 
 
 def compiled_forward(
-    model: Transformer, tokens: Any, *, compute: ComputeConfig | None = None, remat: bool = False, **arrays: Any
+    model: Transformer,
+    tokens: Any,
+    *,
+    compute: ComputeConfig | None = None,
+    remat: bool = False,
+    layer_states: bool = False,
+    **arrays: Any,
 ) -> TransformerOutput:
     """``model(tokens, ...)`` under ``jit``: one compilation a shape, shared by the tests."""
     graphdef, params = nnx.split(model, nnx.Param)
-    return _forward(graphdef, params, np.asarray(tokens), compute or ComputeConfig(), remat, arrays)
+    return _forward(graphdef, params, np.asarray(tokens), compute or ComputeConfig(), remat, layer_states, arrays)
 
 
 def numpy_params(model: Transformer) -> dict[str, Any]:
@@ -72,8 +106,10 @@ def numpy_params(model: Transformer) -> dict[str, Any]:
     return widen(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
-def oracle(params: dict[str, Any], config: TransformerConfig, row: np.ndarray) -> tuple[np.ndarray, list[Any], float]:
-    """One row ``[S]`` through the transformer, a token and a head at a time.
+def oracle(
+    params: dict[str, Any], config: TransformerConfig, row: np.ndarray, routes: np.ndarray | None = None
+) -> tuple[np.ndarray, list[Any], float]:
+    """One row ``[S]`` through the transformer, a token and a head at a time; ``routes`` ``[L, S, k]`` are forced.
 
     Returns the final hidden states, the chosen experts ``[layer][position]`` as sets, and the smallest gap between a
     chosen and an unchosen router logit (a comparison in float32 means something only when rounding cannot flip it).
@@ -119,6 +155,8 @@ def oracle(params: dict[str, Any], config: TransformerConfig, row: np.ndarray) -
                 chosen = order[: config.experts_per_token]
                 if config.experts_per_token < config.n_experts:
                     gap = min(gap, logits[chosen[-1]] - logits[order[config.experts_per_token]])
+                if routes is not None:
+                    chosen = routes[layer, position]
                 share = np.exp(logits[chosen] - logits[chosen].max())
                 share /= share.sum()
                 x = x + sum(

@@ -69,6 +69,11 @@ def programs(model, compute):
 WIDE = {"d_model": 32, "d_ff": 48, "head_dim": 16}
 CASES = [
     ("gqa", "float32"),
+    pytest.param("biased", "float32", marks=pytest.mark.slow),
+    pytest.param("shared", "float32", marks=pytest.mark.slow),
+    pytest.param("shared", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("latent", "float32", marks=pytest.mark.slow),
+    pytest.param("latent", "bfloat16", marks=pytest.mark.slow),
     pytest.param("gqa", "bfloat16", marks=pytest.mark.slow),
     pytest.param("moe", "bfloat16", marks=pytest.mark.slow),
     pytest.param("moe", "float32", marks=pytest.mark.slow),

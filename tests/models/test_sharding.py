@@ -16,14 +16,27 @@ def variables(params):
     return {jax.tree_util.keystr(path): variable for path, variable in flat}
 
 
-@pytest.mark.parametrize("kind", ["dense", "gqa", "tied", "moe"])
-def test_every_parameter_has_one_known_logical_axis_for_each_dimension(build, kind):
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    # Embedding, head, final norm; two norms, four projections, three of the feed-forward layer. Then what is added:
+    # router; three biases, two norms; router, three biases, shared layer and its gate; fourteen of a latent
+    # block with experts and ten of a dense one.
+    [("dense", 12), ("gqa", 12), ("tied", 11), ("moe", 13), ("biased", 17), ("shared", 20), ("latent", 27)],
+)
+def test_every_parameter_has_one_known_logical_axis_for_each_dimension(build, kind, count):
     found = variables(nnx.state(build(kind), nnx.Param))
-    assert len(found) == 12 - (kind == "tied") + (kind == "moe")
+    assert len(found) == count
     for name, variable in found.items():
         axes = variable.get_metadata("logical_axes")
         assert len(axes) == variable.get_value().ndim, name
         assert set(axes) <= set(RULES), name
+
+
+def test_biases_go_with_their_heads(build):
+    mesh = make_mesh(data=4, tensor=2)
+    blocks = param_shardings(nnx.state(build("biased", vocab_size=12), nnx.Param), mesh)["blocks"]
+    assert blocks["query_bias"].get_value().spec == PartitionSpec(None, "tensor")
+    assert blocks["query_norm"].get_value().spec == PartitionSpec(None, None)
 
 
 def test_shardings_split_what_the_rules_say(build):

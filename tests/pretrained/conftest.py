@@ -20,6 +20,8 @@ def _blocks(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> tupl
     if kind in ("F32", "F16"):
         raw = rng.normal(0.0, 0.3, shape).astype(np.float32 if kind == "F32" else np.float16)
         return raw, raw.astype(np.float32)
+    if kind == "Q4_K":
+        return _q4_k(rng, shape)
     rows, columns = shape
     blocks = columns // 32
     scale = rng.uniform(0.01, 0.06, (rows, blocks, 1)).astype(np.float16)
@@ -38,6 +40,30 @@ def _blocks(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> tupl
     return np.concatenate(parts, axis=-1).reshape(rows, -1), values.reshape(shape)
 
 
+def _q4_k(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """144 bytes for 256 weights: f16 d, f16 dmin, eight 6-bit scales and minima in 12 bytes, 128 bytes of nibbles.
+
+    Weight ``i`` of group ``j`` (of 32) is ``d sc_j q - dmin m_j``. Scales and minima 0-3 take the lower six bits of
+    bytes 0-3 and 4-7; of those 4-7 the lower four bits are in bytes 8-11 (scale low nibble, minimum high), the upper
+    two in the upper bits of bytes 0-3 and 4-7. Groups 2p and 2p + 1 share 32 bytes: low nibbles, high nibbles.
+    """
+    rows, columns = shape
+    count = columns // 256
+    d, dmin = (rng.uniform(0.001, 0.01, (rows, count, 1)).astype(np.float16) for _ in range(2))
+    sc, m = (rng.integers(0, 64, (rows, count, 8), dtype=np.uint8) for _ in range(2))
+    q = rng.integers(0, 16, (rows, count, 8, 32), dtype=np.uint8)
+    packed = [
+        sc[..., :4] | (sc[..., 4:] >> 4) << 6,
+        m[..., :4] | (m[..., 4:] >> 4) << 6,
+        (sc[..., 4:] & 15) | (m[..., 4:] & 15) << 4,
+    ]
+    nibbles = (q[..., 0::2, :] | q[..., 1::2, :] << 4).reshape(rows, count, 128)
+    scale, low = (x.astype(np.float32) * y for x, y in ((d, sc), (dmin, m)))
+    values = scale[..., None] * q - low[..., None]
+    raw = np.concatenate([d.view(np.uint8), dmin.view(np.uint8), *packed, nibbles], axis=-1)
+    return raw.reshape(rows, -1), values.reshape(shape).astype(np.float32)
+
+
 @dataclasses.dataclass
 class TinyLlama:
     """What was written: values in the file's own row order, by GGUF name."""
@@ -51,10 +77,15 @@ def _write_tiny_llama(
     *,
     tied: bool = True,
     architecture: str = "llama",
+    ffn: int = FFN,
+    down: str = "Q4_1",
     metadata: dict[str, Any] | None = None,
     replace: dict[str, np.ndarray | None] | None = None,
 ) -> TinyLlama:
-    """Writes the file; ``replace`` swaps, adds or (None) drops tensors (uint8: raw Q4_1), ``metadata`` adds keys."""
+    """Writes the file; ``replace`` swaps, adds or (None) drops tensors (uint8: raw Q4_1), ``metadata`` adds keys.
+
+    ``down`` is the format of the down projection, ``ffn`` its input width (Q4_K needs a multiple of 256).
+    """
     import gguf
 
     rng = np.random.default_rng(7)
@@ -68,10 +99,14 @@ def _write_tiny_llama(
             f"blk.{i}.attn_v.weight": ((kv_width, WIDTH), "Q4_0"),
             f"blk.{i}.attn_output.weight": ((WIDTH, q_width), "F16"),
             f"blk.{i}.ffn_norm.weight": ((WIDTH,), "F32"),
-            f"blk.{i}.ffn_gate.weight": ((FFN, WIDTH), "Q4_1"),
-            f"blk.{i}.ffn_up.weight": ((FFN, WIDTH), "Q8_0"),
-            f"blk.{i}.ffn_down.weight": ((WIDTH, FFN), "Q4_1"),
+            f"blk.{i}.ffn_gate.weight": ((ffn, WIDTH), "Q4_1"),
+            f"blk.{i}.ffn_up.weight": ((ffn, WIDTH), "Q8_0"),
+            f"blk.{i}.ffn_down.weight": ((WIDTH, ffn), down),
         }
+        if architecture == "qwen2":
+            layout |= {f"blk.{i}.attn_{x}.bias": ((q_width if x == "q" else kv_width,), "F32") for x in "qkv"}
+        if architecture == "qwen3":
+            layout |= {f"blk.{i}.attn_{x}_norm.weight": ((HEAD_DIM,), "F32") for x in "qk"}
     layout["output_norm.weight"] = ((WIDTH,), "F32")
     if not tied:
         layout["output.weight"] = ((VOCAB, WIDTH), "Q4_0")
@@ -80,7 +115,7 @@ def _write_tiny_llama(
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(FFN)
+    writer.add_feed_forward_length(ffn)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)

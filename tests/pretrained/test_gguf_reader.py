@@ -1,4 +1,4 @@
-"""Reading a llama GGUF: values, names, row order, and refusal of everything else."""
+"""Reading a GGUF: values, names, row order, and refusal of everything else."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ HF_PART = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -28,8 +30,8 @@ HF_PART = {
 
 def hf_name(name: str) -> str:
     if name.startswith("blk."):
-        _, layer, part, _ = name.split(".")
-        return f"model.layers.{layer}.{HF_PART[part]}.weight"
+        _, layer, part, kind = name.split(".")
+        return f"model.layers.{layer}.{HF_PART[part]}.{kind}"
     return {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
@@ -146,7 +148,7 @@ def test_unpermute_rope_refuses_heads_that_do_not_fit(heads):
             rf"wrong shape: {GATE} is \(64, 96\), the metadata require \(96, 64\)",
         ),
         ({"replace": {GATE: np.zeros((96, 64), np.float64)}}, f"unsupported format: {GATE} is F64"),
-        ({"architecture": "qwen2"}, "architecture 'qwen2' is not supported; 'llama' is required"),
+        ({"architecture": "gemma"}, "architecture 'gemma' is not supported; 'llama' or 'qwen2' or 'qwen3' is required"),
         ({"metadata": {"llama.expert_count": 8}}, "llama.expert_count=8"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type='yarn'"),
         ({"metadata": {"llama.attention.value_length": 32}}, "llama.attention.value_length=32 must equal"),
@@ -210,3 +212,32 @@ def test_another_kind_of_file_is_named(tmp_path):
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none.gguf"):
         read_gguf(tmp_path / "none.gguf")
+
+
+def test_q4_k_by_its_definition(write_tiny_llama):
+    written = write_tiny_llama(ffn=512, down="Q4_K")
+    model = read_gguf(written.path)
+    for layer in range(2):
+        expected = written.values[f"blk.{layer}.ffn_down.weight"]
+        got = model.tensors[f"model.layers.{layer}.mlp.down_proj.weight"]
+        assert expected.std() > 0.1
+        # d·sc and dmin·m are products of a half and a six-bit number: exact; one rounding of the difference.
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_qwen_files_keep_their_rows_and_bring_their_own_tensors(write_tiny_llama, architecture):
+    written = write_tiny_llama(architecture=architecture)
+    model = read_gguf(written.path)
+    assert model.model_type == architecture
+    own = {"qwen2": "self_attn.q_proj.bias", "qwen3": "self_attn.k_norm.weight"}[architecture]
+    assert f"model.layers.1.{own}" in model.tensors
+    for name, expected in written.values.items():
+        np.testing.assert_array_equal(model.tensors[hf_name(name)], expected, err_msg=name)
+    assert model.shapes() == {name: value.shape for name, value in model.tensors.items()}
+
+
+def test_a_tensor_of_another_architecture_is_surplus(write_tiny_llama):
+    bias = np.zeros(64, np.float32)
+    with pytest.raises(ValueError, match=r"surplus: blk\.0\.attn_q\.bias \(64,\)"):
+        read_gguf(write_tiny_llama(replace={"blk.0.attn_q.bias": bias}).path)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from trm_jax.models._config import ComputeConfig
+from trm_jax.models._compute import ComputeConfig
 from trm_jax.models._quantize import QuantizedArray, dequantize
 from trm_jax.models._rowwise import rowwise
 

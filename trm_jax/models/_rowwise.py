@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trm_jax.models._config import ComputeConfig
+from trm_jax.models._compute import ComputeConfig
 
 __all__ = ["map_tiles", "rowwise"]
 

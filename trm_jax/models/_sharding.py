@@ -13,10 +13,12 @@ __all__ = ["RULES", "make_mesh", "param_shardings"]
 
 RULES: Mapping[str, str | None] = {
     "batch": "data",
+    "bias": "tensor",
     "embed": None,
     "expert": None,
     "heads": "tensor",
     "kv_heads": "tensor",
+    "latent": None,
     "layer": None,
     "mlp": "tensor",
     "norm": None,

@@ -16,7 +16,7 @@ from trm_jax.rollout._config import RolloutNumerics
 
 __all__ = ["EngineWeights", "WeightLag", "convert_weights"]
 
-_NOT_MATMUL = ("vocab", "norm")
+_NOT_MATMUL = ("vocab", "norm", "bias")
 
 
 @jax.tree_util.register_dataclass

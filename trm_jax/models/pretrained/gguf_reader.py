@@ -1,52 +1,24 @@
-"""Reads a llama GGUF file into float32 arrays under Hugging Face names, one tensor at a time."""
+"""Reads a GGUF file of a dense model into float32 arrays under Hugging Face names, one tensor at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jaxtyping import Float32
 
+from trm_jax.models.pretrained.gguf_tensors import LlamaConfig, expected_tensors
+
 if TYPE_CHECKING:
     import gguf
 
-__all__ = ["SUPPORTED_FORMATS", "GGUFModel", "LlamaConfig", "read_gguf", "unpermute_rope"]
+__all__ = ["SUPPORTED_FORMATS", "GGUFModel", "read_gguf", "unpermute_rope"]
 
-SUPPORTED_FORMATS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
-
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-class LlamaConfig(TypedDict):
-    """Shape of a llama model, in Hugging Face's words. A plain dict at run time; ids that the file lacks are None."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
+SUPPORTED_FORMATS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +27,7 @@ class GGUFModel:
 
     Attributes:
       path: where it was read from.
+      model_type: "llama", "qwen2" or "qwen3".
       config: its shape.
       tensors: Hugging Face name → float32 array, ``[out, in]`` for matrices; dequantised anew at each access, so that
         a pass over ``tensors.items()`` holds one tensor at a time. Model order.
@@ -62,9 +35,25 @@ class GGUFModel:
     """
 
     path: Path
+    model_type: str
     config: LlamaConfig
     tensors: Mapping[str, Float32[np.ndarray, ...]]
     tokenizer: Mapping[str, Any]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name to shape of every tensor."""
+        return {hf: shape for hf, shape, _ in expected_tensors(self.model_type, self.config).values()}
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Every tensor is read as float32."""
+        return np.dtype("float32")
+
+    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """One tensor, dequantised; into ``out`` when it is given."""
+        if out is None:
+            return self.tensors[name]
+        out[...] = self.tensors[name]
+        return out
 
 
 def unpermute_rope(weight: Float32[np.ndarray, "out in"], n_heads: int) -> Float32[np.ndarray, "out in"]:
@@ -96,10 +85,11 @@ def unpermute_rope(weight: Float32[np.ndarray, "out in"], n_heads: int) -> Float
 
 
 def read_gguf(path: str | Path) -> GGUFModel:
-    """Opens a llama GGUF file and checks that it holds exactly the tensors its metadata promise.
+    """Opens a GGUF file and checks that it holds exactly the tensors its metadata promise.
 
-    Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supported: architecture ``llama`` (dense, no
-    biases, plain rotary positions), tensor formats F32, F16, Q8_0, Q4_0 and Q4_1. Needs the ``pretrained`` extra.
+    Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supported: the dense
+    architectures ``llama``, ``qwen2`` and ``qwen3`` with plain rotary positions; tensor formats F32, F16, Q8_0, Q4_0,
+    Q4_1 and Q4_K. Needs the ``pretrained`` extra.
 
     Args:
       path: the ``.gguf`` file.
@@ -139,12 +129,14 @@ def read_gguf(path: str | Path) -> GGUFModel:
         raise ValueError(f"{path}: big-endian GGUF is not supported; convert it with gguf-convert-endian.")
 
     present = {tensor.name: tensor for tensor in reader.tensors}
-    config = _read_config(path, reader, tied="output.weight" not in present)
-    expected = _expected_tensors(config)
+    kind, config = _read_config(path, reader, tied="output.weight" not in present)
+    expected = expected_tensors(kind, config)
     _check_tensors(path, present, expected)
     sources = {hf: (present[name], heads) for name, (hf, _, heads) in expected.items()}
     tokenizer = {key: field.contents() for key, field in reader.fields.items() if key.startswith("tokenizer.")}
-    return GGUFModel(path=path, config=config, tensors=_LazyTensors(path, sources), tokenizer=tokenizer)
+    return GGUFModel(
+        path=path, model_type=kind, config=config, tensors=_LazyTensors(path, sources), tokenizer=tokenizer
+    )
 
 
 class _LazyTensors(Mapping[str, np.ndarray]):
@@ -170,7 +162,7 @@ class _LazyTensors(Mapping[str, np.ndarray]):
         return len(self._sources)
 
 
-def _read_config(path: Path, reader: gguf.GGUFReader, *, tied: bool) -> LlamaConfig:
+def _read_config(path: Path, reader: gguf.GGUFReader, *, tied: bool) -> tuple[str, LlamaConfig]:
     def get(key: str, default: Any = None) -> Any:
         field = reader.get_field(key)
         return default if field is None else field.contents()
@@ -184,34 +176,35 @@ def _read_config(path: Path, reader: gguf.GGUFReader, *, tied: bool) -> LlamaCon
         return value
 
     architecture = need("general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"{path}: architecture {architecture!r} is not supported; 'llama' is required.")
-    if get("llama.expert_count", 0):
-        raise ValueError(f"{path}: llama.expert_count={get('llama.expert_count')}: only dense models are supported.")
-    if get("llama.rope.scaling.type", "none") != "none":
-        scaling = get("llama.rope.scaling.type")
-        raise ValueError(f"{path}: llama.rope.scaling.type={scaling!r}: only plain rotary positions are supported.")
+    if architecture not in _ARCHITECTURES:
+        known = " or ".join(map(repr, _ARCHITECTURES))
+        raise ValueError(f"{path}: architecture {architecture!r} is not supported; {known} is required.")
+    own = architecture
+    if experts := get(f"{own}.expert_count", 0):
+        raise ValueError(f"{path}: {own}.expert_count={experts}: only dense models are supported.")
+    if (scaling := get(f"{own}.rope.scaling.type", "none")) != "none":
+        raise ValueError(f"{path}: {own}.rope.scaling.type={scaling!r}: only plain rotary positions are supported.")
 
-    hidden_size, heads = int(need("llama.embedding_length")), int(need("llama.attention.head_count"))
-    head_dim = int(get("llama.attention.key_length", hidden_size // heads))
-    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+    hidden_size, heads = int(need(f"{own}.embedding_length")), int(need(f"{own}.attention.head_count"))
+    head_dim = int(get(f"{own}.attention.key_length", hidden_size // heads))
+    for key in (f"{own}.rope.dimension_count", f"{own}.attention.value_length"):
         if get(key, head_dim) != head_dim:
             raise ValueError(f"{path}: {key}={get(key)} must equal the head width {head_dim}.")
-    kv_key = "llama.attention.head_count_kv"
-    vocab_size = get("llama.vocab_size") or len(get("tokenizer.ggml.tokens", []))
+    kv_key = f"{own}.attention.head_count_kv"
+    vocab_size = get(f"{own}.vocab_size") or len(get("tokenizer.ggml.tokens", []))
     if not vocab_size:
-        raise ValueError(f"{path}: metadata key 'llama.vocab_size' is missing.")
-    return LlamaConfig(
+        raise ValueError(f"{path}: metadata key '{own}.vocab_size' is missing.")
+    return own, LlamaConfig(
         vocab_size=int(vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=int(need("llama.feed_forward_length")),
-        num_hidden_layers=int(need("llama.block_count")),
+        intermediate_size=int(need(f"{own}.feed_forward_length")),
+        num_hidden_layers=int(need(f"{own}.block_count")),
         num_attention_heads=heads,
         num_key_value_heads=heads if get(kv_key) is None else int(need(kv_key)),
         head_dim=head_dim,
-        rms_norm_eps=_shortest(need("llama.attention.layer_norm_rms_epsilon")),
-        rope_theta=_shortest(get("llama.rope.freq_base", 10_000.0)),
-        max_position_embeddings=int(need("llama.context_length")),
+        rms_norm_eps=_shortest(need(f"{own}.attention.layer_norm_rms_epsilon")),
+        rope_theta=_shortest(get(f"{own}.rope.freq_base", 10_000.0)),
+        max_position_embeddings=int(need(f"{own}.context_length")),
         tie_word_embeddings=tied,
         bos_token_id=get("tokenizer.ggml.bos_token_id"),
         eos_token_id=get("tokenizer.ggml.eos_token_id"),
@@ -222,35 +215,6 @@ def _read_config(path: Path, reader: gguf.GGUFReader, *, tied: bool) -> LlamaCon
 def _shortest(value: float) -> float:
     """GGUF stores float32: 9.999999747378752e-06 was meant to be 1e-05."""
     return float(str(np.float32(value)))
-
-
-def _expected_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
-    """GGUF name → (Hugging Face name, shape, heads of a permuted projection)."""
-    width, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    q_width, kv_width = heads * config["head_dim"], kv_heads * config["head_dim"]
-    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
-        "attn_norm": ((width,), None),
-        "attn_q": ((q_width, width), heads),
-        "attn_k": ((kv_width, width), kv_heads),
-        "attn_v": ((kv_width, width), None),
-        "attn_output": ((width, q_width), None),
-        "ffn_norm": ((width,), None),
-        "ffn_gate": ((ffn, width), None),
-        "ffn_up": ((ffn, width), None),
-        "ffn_down": ((width, ffn), None),
-    }
-    expected: dict[str, tuple[str, tuple[int, ...], int | None]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", (vocab, width), None)
-    }
-    for layer in range(config["num_hidden_layers"]):
-        for part, (shape, permuted_heads) in shapes.items():
-            hf = f"model.layers.{layer}.{_BLOCK_NAMES[part]}.weight"
-            expected[f"blk.{layer}.{part}.weight"] = (hf, shape, permuted_heads)
-    expected["output_norm.weight"] = ("model.norm.weight", (width,), None)
-    if not config["tie_word_embeddings"]:
-        expected["output.weight"] = ("lm_head.weight", (vocab, width), None)
-    return expected
 
 
 def _check_tensors(

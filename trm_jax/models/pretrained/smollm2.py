@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32
 
-from trm_jax.models.pretrained.gguf_reader import LlamaConfig, read_gguf
+from trm_jax.models.pretrained.gguf_reader import GGUFModel, read_gguf
+from trm_jax.models.pretrained.gguf_tensors import LlamaConfig
 from trm_jax.models.pretrained.tokenizer import PretrainedTokenizer
 
-__all__ = ["SMOLLM2_135M", "load_smollm2"]
+__all__ = ["SMOLLM2_135M", "load_smollm2", "open_smollm2"]
 
 SMOLLM2_135M = LlamaConfig(
     vocab_size=49_152,
@@ -54,6 +55,12 @@ def load_smollm2(
       Traceback (most recent call last):
       FileNotFoundError: no/such.gguf: no such file.
     """
+    model, tokenizer = open_smollm2(path)
+    return model.config, iter(model.tensors.items()), tokenizer
+
+
+def open_smollm2(path: str | Path) -> tuple[GGUFModel, PretrainedTokenizer]:
+    """The file, checked to be SmolLM2-135M-Instruct, and its tokenizer; raises what ``load_smollm2`` does."""
     model = read_gguf(path)
     found, required = dict(model.config), dict(SMOLLM2_135M)
     if differing := [f"{key}={found[key]} (not {required[key]})" for key in required if found[key] != required[key]]:
@@ -63,4 +70,4 @@ def load_smollm2(
         raise ValueError(
             f"{model.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {required['vocab_size']}."
         )
-    return model.config, iter(model.tensors.items()), tokenizer
+    return model, tokenizer
