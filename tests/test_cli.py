@@ -183,7 +183,11 @@ def test_faults_of_the_program_keep_their_traceback(monkeypatch):
             cli.main(["train", QUICKSTART])
 
 
-def test_signals_ask_once_and_handlers_go_back(monkeypatch, capsys):
+def test_signals_ask_once_and_handlers_go_back(monkeypatch, capfd):
+    def leave(status):  # in place of the end of this very process
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     asked = []
 
@@ -197,9 +201,15 @@ def test_signals_ask_once_and_handlers_go_back(monkeypatch, capsys):
         pytest.fail("the second interrupt must end at once")
 
     monkeypatch.setattr(trm_jax.train, "run_experiment", run_experiment)
-    assert cli.main(["train", QUICKSTART]) == 130
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", QUICKSTART])
+    assert ended.value.code == 130
     assert asked == [False, True, True]
-    assert "a checkpoint will be written" in capsys.readouterr().err
+    assert [line for line in capfd.readouterr().err.splitlines() if line] == [
+        "stopping after this step; a checkpoint will be written (Ctrl-C again ends at once)",
+        "stopping after this step; a checkpoint will be written (Ctrl-C again ends at once)",
+        "trm-jax: interrupted",
+    ]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 

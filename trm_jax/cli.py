@@ -179,9 +179,11 @@ class _StopOnSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            # An exception would be lost in whatever callback of a library Python happens to run at this moment.
+            os.write(2, b"trm-jax: interrupted\n")
+            os._exit(_STOPPED)
         self._asked = True
-        print("\nstopping after this step; a checkpoint will be written (Ctrl-C again ends at once)", file=sys.stderr)
+        os.write(2, b"\nstopping after this step; a checkpoint will be written (Ctrl-C again ends at once)\n")
 
 
 Command = (

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from trm_jax.report import METRICS, Arm, RunResult, SeedRun, collect, render_overview, render_panel
-from trm_jax.report.figures import PANELS, arm_styles, drawable_panels, series
+from trm_jax.report.curves import series
+from trm_jax.report.figures import PANELS, drawable_panels
+from trm_jax.report.styles import arm_styles
 
 Job = Callable[..., Path]
 

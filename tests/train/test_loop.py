@@ -175,8 +175,10 @@ def test_everything_rejected_is_said_aloud(make_config, make_run):
     assert "the correction rejected every sequence" in run.notes[0]
 
 
-def test_batch_invariant_arithmetic_without_lag_has_no_mismatch_at_all(make_config, make_run):
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_batch_invariant_arithmetic_without_lag_has_no_mismatch_at_all(make_config, make_run, top_p):
     changes = {
+        "rollout.top_p": top_p,
         "steps": 3,
         "rollout.lag": 0,
         "loss.minibatches": 1,

@@ -5,6 +5,7 @@ Importing this room is cheap: Grain, reasoning-gym and math-verify are imported 
 
 from trm_jax.data._corruption import corrupt_demonstration as corrupt_demonstration
 from trm_jax.data._encode import encode_prompts as encode_prompts
+from trm_jax.data._generated_task import ReasoningGymTask as ReasoningGymTask
 from trm_jax.data._number_reward import number_reward as number_reward
 from trm_jax.data._problem import BatchReward as BatchReward
 from trm_jax.data._problem import Problem as Problem
@@ -16,7 +17,6 @@ from trm_jax.data._readers import gsm8k_answer as gsm8k_answer
 from trm_jax.data._readers import read_gsm8k as read_gsm8k
 from trm_jax.data._readers import read_jsonl as read_jsonl
 from trm_jax.data._readers import shipped_problems as shipped_problems
-from trm_jax.data._reasoning_gym import ReasoningGymTask as ReasoningGymTask
 from trm_jax.data._reasoning_gym import reasoning_gym_task as reasoning_gym_task
 from trm_jax.data._reasoning_gym import reasoning_gym_tasks as reasoning_gym_tasks
 from trm_jax.data._split import held_out as held_out

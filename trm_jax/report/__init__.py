@@ -4,6 +4,8 @@ Importing this room is cheap: matplotlib, jinja2, rich and tensorboardX are impo
 ``train`` has them).
 """
 
+from trm_jax.report.catalogue import METRICS as METRICS
+from trm_jax.report.catalogue import Metric as Metric
 from trm_jax.report.console import ConsoleProgress as ConsoleProgress
 from trm_jax.report.console import PlannedRun as PlannedRun
 from trm_jax.report.figures import render_overview as render_overview
@@ -12,8 +14,6 @@ from trm_jax.report.findings import Finding as Finding
 from trm_jax.report.findings import conclude as conclude
 from trm_jax.report.html import render_html as render_html
 from trm_jax.report.html import write_report as write_report
-from trm_jax.report.metrics import METRICS as METRICS
-from trm_jax.report.metrics import Metric as Metric
 from trm_jax.report.metrics import check_record as check_record
 from trm_jax.report.metrics import reduce_pairs as reduce_pairs
 from trm_jax.report.runs import Arm as Arm

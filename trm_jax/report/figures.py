@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trm_jax.report.metrics import METRICS, Metric
-from trm_jax.report.runs import Arm, ReportData, SeedRun
-from trm_jax.report.summary import rl_rows
+from trm_jax.report.catalogue import METRICS, Metric
+from trm_jax.report.curves import series
+from trm_jax.report.runs import ReportData
+from trm_jax.report.styles import ArmStyle, arm_styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PANELS", "ArmStyle", "Series", "arm_styles", "drawable_panels", "render_overview", "render_panel", "series"]
+__all__ = ["PANELS", "drawable_panels", "render_overview", "render_panel"]
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Learning": ("accuracy/heldout", "reward/mean"),
@@ -35,87 +34,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 """Which quantities are drawn, by heading."""
 
 _OVERVIEW = ("accuracy/heldout", "mismatch/token_kl_max", "correction/sequence_keep_fraction", "optim/grad_norm")
-_MAX_POINTS = 400
 _DECADES = 8.0
-
-# Okabe and Ito's palette without its yellow, which is too light for a line on white; roles have fixed colours.
-_ROLE_STYLES = {
-    "reference": ("#000000", ""),
-    "lag_only": ("#E69F00", "1.5 1.5"),
-    "numerics_only": ("#56B4E9", "6 1.5 1.5 1.5"),
-    "uncorrected": ("#D55E00", "5 2"),
-}
-_FREE = (("#0072B2", ""), ("#009E73", "8 2"), ("#CC79A7", "3 1.5"), ("#7F5A2E", "6 1.5 1.5 1.5 1.5 1.5"))
-_OTHER_STYLES = (*_FREE, *((colour, "1.5 1.5") for colour, _ in _FREE), ("#666666", ""), ("#666666", "5 2"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ArmStyle:
-    """How an arm is drawn.
-
-    Attributes:
-      colour: ``#rrggbb``.
-      dash: on and off lengths in units of the line width; empty for a solid line.
-    """
-
-    colour: str
-    dash: str
-
-    def svg_dash(self, width: float) -> str:
-        """The dash in pixels for a line of ``width``, as ``stroke-dasharray`` wants it."""
-        return " ".join(f"{float(length) * width:g}" for length in self.dash.split())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Series:
-    """One arm's curve: the mean over the seeds that have a value at a step, and their smallest and largest.
-
-    Attributes:
-      steps: ``[n]`` increasing steps.
-      mean: ``[n]`` mean over seeds; NaN where no seed has a number.
-      low: ``[n]`` smallest over seeds.
-      high: ``[n]`` largest over seeds.
-      seeds: how many seeds have the metric at all.
-    """
-
-    steps: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    seeds: int
-
-
-def arm_styles(arms: Sequence[Arm]) -> dict[str, ArmStyle]:
-    """A style for each arm by its slug; roles keep their colour, the others take what is free, in order.
-
-    Example:
-      >>> arm_styles([Arm(name="zero mismatch", slug="zero", role="reference")])["zero"].colour
-      '#000000'
-    """
-    styles: dict[str, ArmStyle] = {}
-    used: set[tuple[str, str]] = set()
-    for place, arm in enumerate(arms):
-        wanted = _ROLE_STYLES.get(arm.role or "")
-        free = [style for style in _OTHER_STYLES if style not in used]
-        colour, dash = wanted if wanted and wanted not in used else (free or _OTHER_STYLES)[0 if free else place % 4]
-        used.add((colour, dash))
-        styles[arm.slug] = ArmStyle(colour=colour, dash=dash)
-    return styles
-
-
-def series(arm: Arm, name: str) -> Series:
-    """The curve of one metric over the reinforcement-learning steps of every seed; infinities count as missing."""
-    curves = [curve for run in arm.runs if (curve := _curve(run, name))]
-    steps = sorted({step for curve in curves for step in curve})
-    table = np.full((max(1, len(curves)), len(steps)), np.nan)
-    for row, curve in enumerate(curves):
-        table[row] = [curve.get(step, math.nan) for step in steps]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a step at which no seed has a number is NaN, and meant to be
-        mean, low, high = np.nanmean(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0)
-    return _thin(
-        Series(steps=np.asarray(steps, float), mean=mean, low=low, high=high, seeds=len(curves)), METRICS[name]
-    )
 
 
 def drawable_panels(data: ReportData) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
@@ -177,35 +96,6 @@ def render_overview(data: ReportData, *, format: Literal["svg", "png"] = "png") 
         if handles:
             figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), handlelength=3.5)
         return _encode(figure, format)
-
-
-def _curve(run: SeedRun, name: str) -> dict[float, float]:
-    rows = list(rl_rows(run))
-    found = {float(row["step"]): float(row[name]) for row in rows if name in row}
-    if name == "accuracy/heldout" and rows and math.isfinite(run.result.accuracy_start):
-        found.setdefault(max(0.0, float(rows[0]["step"]) - 1), run.result.accuracy_start)
-    return {step: value if math.isfinite(value) else math.nan for step, value in found.items()}
-
-
-def _thin(curve: Series, metric: Metric) -> Series:
-    """Long curves are drawn by bins of steps: the mean of a bin, or its largest value for a maximum."""
-    size = math.ceil(len(curve.steps) / _MAX_POINTS)
-    if size <= 1:
-        return curve
-    starts = range(0, len(curve.steps), size)
-    middle = np.nanmax if metric.reduction == "max" else np.nanmean
-
-    def binned(values: np.ndarray, reduce: Any) -> np.ndarray:
-        bins = [values[start : start + size] for start in starts]
-        return np.asarray([reduce(part) if np.isfinite(part).any() else math.nan for part in bins])
-
-    return Series(
-        steps=binned(curve.steps, np.nanmax),
-        mean=binned(curve.mean, middle),
-        low=binned(curve.low, np.nanmin),
-        high=binned(curve.high, np.nanmax),
-        seeds=curve.seeds,
-    )
 
 
 def _draw(axis: Axes, data: ReportData, metric: Metric) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trm_jax.report.figures import arm_styles, drawable_panels, render_panel, series
+from trm_jax.report.catalogue import GROUP_TITLES, METRICS
+from trm_jax.report.curves import series
+from trm_jax.report.figures import drawable_panels, render_panel
 from trm_jax.report.findings import conclude
-from trm_jax.report.metrics import GROUP_TITLES, METRICS
 from trm_jax.report.runs import Arm, ReportData, collect
+from trm_jax.report.styles import arm_styles
 from trm_jax.report.summary import COLUMNS, summarise
 from trm_jax.report.text import join, number, percent
 from trm_jax.report.writers import write_atomically

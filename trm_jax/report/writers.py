@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, final
 
-from trm_jax.report.metrics import METRICS, check_record
+from trm_jax.report.catalogue import METRICS
+from trm_jax.report.metrics import check_record
 
 __all__ = ["JsonlWriter", "MetricWriter", "MultiWriter", "TensorBoardWriter", "read_metrics", "write_atomically"]
 
