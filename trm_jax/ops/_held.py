@@ -1,8 +1,8 @@
 """Statistics of logits that are held: ``[rows, V]`` float32, before the temperature, ``-inf`` where there is no token.
 
 Equal logits differ by exactly 0, which is asked of them before they are subtracted: the compiler may contract
-``cap · a - cap · b`` into a fused multiply-add, whose two roundings differ. A sum over the vocabulary ends in a select: the CPU
-compiler then makes its addends in one vectorised loop and sums them in another, several times faster than fused.
+``cap · a - cap · b`` into a fused multiply-add, whose two roundings differ. A sum over the vocabulary ends in a select:
+the CPU compiler then makes its addends in one vectorised loop and sums them in another, much faster than fused.
 """
 
 from __future__ import annotations
