@@ -5,8 +5,8 @@ curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms o
 ``w_θ κ - w_roll (1 + x)`` with the weights at hand otherwise (``κ`` refers the policy's weights to the rollout's):
 no third exponential. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
 
-Both read each head once for every block of tokens and keep one tile of logits. The epilogue of some token columns
-stands in the same basic block as the product of the next ones, so that the vector and the matrix unit overlap.
+Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
+as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
 """
 
 from __future__ import annotations
