@@ -119,17 +119,18 @@ def test_supports_that_differ() -> None:
     """Mass that only the policy has, in a shard where the rollout has none; then mass that only the rollout has."""
     rng = np.random.default_rng(3)
     policy = rng.normal(size=(N, V)).astype(np.float32)
+    policy[: N // 2, :15] -= 7.0  # a mass of 1e-4, which the difference of two normalisers would lose
     rollout = policy.copy()
     rollout[:, :15] = -np.inf
     tokens = rng.integers(15, V, N)
     out = merged_divergence(policy, rollout, tokens, ragged=True)
     p = np.exp(policy.astype(float))
     inside = p[:, 15:].sum(-1) / p.sum(-1)
-    np.testing.assert_allclose(out.token_kl, -np.log(inside), rtol=1e-5)  # the policy renormalised on its last 45
-    np.testing.assert_allclose(out.token_tv, 1 - inside, rtol=1e-5)
+    np.testing.assert_allclose(out.token_kl, -np.log(inside), rtol=1e-4)  # the policy renormalised on its last 45
+    np.testing.assert_allclose(out.token_tv, 1 - inside, rtol=1e-4)
     reverse = merged_divergence(rollout, policy, tokens, ragged=True)
     np.testing.assert_array_equal(reverse.token_kl, np.inf)
-    np.testing.assert_allclose(reverse.token_tv, 1 - inside, rtol=1e-5)
+    np.testing.assert_allclose(reverse.token_tv, 1 - inside, rtol=1e-4)
 
 
 def test_shards_equal_the_formula_on_whole_logits() -> None:

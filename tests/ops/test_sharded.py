@@ -14,8 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trm_jax import ops
 
-FORMS = [{"implementation": "chunked", "chunk_size": 8}, {"implementation": "pallas_tpu", "interpret": True}]
-FORM_IDS = ["chunked", "pallas_tpu"]
+CHUNKED = {"implementation": "chunked", "chunk_size": 8}
+PALLAS = {"implementation": "pallas_tpu", "interpret": True}
+FORMS = [pytest.param(CHUNKED, id="chunked"), pytest.param(PALLAS, id="pallas_tpu")]
+WITH_GRADIENTS = [FORMS[0], pytest.param(PALLAS, id="pallas_tpu", marks=pytest.mark.slow)]
 OPTIONS = {"temperature": 0.7, "logit_soft_cap": 6.0}
 
 
@@ -56,7 +58,7 @@ def everything(given: dict[str, Any], full: bool, **options: Any) -> Any:
 
 
 # Neither 101 nor 37 is a multiple of an axis; a shard has 26 or 13 rows, no multiple of 128.
-@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+@pytest.mark.parametrize("form", WITH_GRADIENTS)
 @pytest.mark.parametrize(("shape", "full"), [((2, 4), True), ((1, 8), False)])
 def test_equals_the_unsharded_operator(
     form: dict[str, Any], shape: tuple[int, int], full: bool, operands: Callable[..., dict[str, Any]]
@@ -73,7 +75,7 @@ def test_equals_the_unsharded_operator(
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=3e-5, err_msg=str(path[0]))
 
 
-@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+@pytest.mark.parametrize("form", FORMS)
 def test_identical_policies_are_exactly_zero_apart(
     form: dict[str, Any], operands: Callable[..., dict[str, Any]]
 ) -> None:
@@ -86,7 +88,7 @@ def test_identical_policies_are_exactly_zero_apart(
     np.testing.assert_array_equal(out.token_tv, 0.0)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+@pytest.mark.parametrize("form", FORMS)
 def test_shards_without_any_token(form: dict[str, Any], operands: Callable[..., dict[str, Any]]) -> None:
     # Five rows over eight devices, and a support that lies in one of them.
     given = operands(6, 8, 5)
@@ -99,6 +101,28 @@ def test_shards_without_any_token(form: dict[str, Any], operands: Callable[..., 
     np.testing.assert_array_equal(np.isneginf(both[1].logps), [False, False, False, True, True, False])
     for want, got in zip(*both, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_shard_that_only_the_policy_has(form: dict[str, Any], operands: Callable[..., dict[str, Any]]) -> None:
+    # A mass of about 1e-3 in the first of eight shards, where the rollout has no token: KL is -log(1 - mass).
+    given = operands(6, 8, 64)
+    h, w = given["hidden"], given["head"]
+    first = np.arange(64) < 8
+    policy_bias, rollout_bias = (np.where(first, low, 0.0).astype(np.float32) for low in (-6.0, -np.inf))
+    out = ops.linear_vocab_divergence(
+        *(h, w, h, w, np.full(6, 40)),
+        policy_bias=policy_bias,
+        rollout_bias=rollout_bias,
+        mesh=mesh_of(1, 8),
+        vocab_axis="tensor",
+        **form,
+    )
+    p = np.exp(h.astype(float) @ w.T.astype(float) + policy_bias)
+    mass = p[:, first].sum(-1) / p.sum(-1)
+    assert mass.max() < 0.05  # beyond it the plain difference of normalisers would do
+    np.testing.assert_allclose(out.token_kl, -np.log1p(-mass), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(out.token_tv, mass, rtol=1e-3, atol=1e-6)
 
 
 def test_nan_stays_in_its_row_and_out_of_the_head_gradient(operands: Callable[..., dict[str, Any]]) -> None:
@@ -138,7 +162,7 @@ def test_a_mesh_of_explicit_axes(operands: Callable[..., dict[str, Any]]) -> Non
     np.testing.assert_allclose(out.logps, ops.linear_logps(*args).logps, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+@pytest.mark.parametrize("form", WITH_GRADIENTS)
 def test_only_statistics_and_gradients_travel(
     form: dict[str, Any],
     operands: Callable[..., dict[str, Any]],

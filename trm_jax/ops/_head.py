@@ -145,10 +145,10 @@ def head_logits(hidden: Float[Array, "N D"], head: Head, soft_cap: float | None)
         return finish_logits(_product(hidden, weight), head.scale, head.bias, soft_cap)
 
     def step(index: Array, product: Array) -> Array:
-        # The last block starts early enough to be whole; what it shares with its neighbour comes out twice the same.
-        start = jnp.minimum(index * _INT8_ROWS, vocabulary - _INT8_ROWS)
-        rows = jax.lax.dynamic_slice_in_dim(weight, start, _INT8_ROWS)
-        return jax.lax.dynamic_update_slice_in_dim(product, _product(hidden, rows), start, 1)
+        # Slices are clamped: the last block starts early enough to be whole, and what it shares with its neighbour
+        # comes out twice the same.
+        rows = jax.lax.dynamic_slice_in_dim(weight, index * _INT8_ROWS, _INT8_ROWS)
+        return jax.lax.dynamic_update_slice_in_dim(product, _product(hidden, rows), index * _INT8_ROWS, 1)
 
     start = jnp.zeros((hidden.shape[0], vocabulary), jnp.float32)
     product: Array = jax.lax.fori_loop(0, -(-vocabulary // _INT8_ROWS), step, start)

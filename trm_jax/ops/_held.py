@@ -1,8 +1,8 @@
 """Statistics of logits that are held: ``[rows, V]`` float32, before the temperature, ``-inf`` where there is no token.
 
-Differences are taken before the division by the temperature: equal logits then differ by exactly 0, also where the
-compiler contracts ``a / T - b / T`` into a fused multiply-add. A sum over the vocabulary ends in a select: the CPU
-compiler then makes its addends in one vectorised loop and sums them in another, several times faster than fused.
+Equal logits differ by exactly 0, which is asked of them before they are subtracted: the compiler may contract
+``cap · a - cap · b`` into a fused multiply-add, whose two roundings differ. A sum over the vocabulary ends in a select:
+the CPU compiler then makes its addends in one vectorised loop and sums them in another, much faster than fused.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ def _sum(values: Array, where: Array) -> Array:
     return jnp.sum(jnp.where(where, values, 0.0), axis=-1)
 
 
+def _difference(a: Array, b: Array) -> Array:
+    return jnp.where(a == b, 0.0, a - b)
+
+
 def token_of_rows(logits: Float[Array, "N V"], tokens: Int[Array, " N"]) -> Float[Array, " N"]:
     """Each row's logit of its token; of the nearest one when the token is in another shard."""
     ids = jnp.clip(tokens, 0, logits.shape[-1] - 1)[:, None].astype(jnp.int32)
@@ -51,14 +55,14 @@ def softmax_of_rows(
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
     empty = top == -jnp.inf
     finite_top = jnp.where(empty, 0.0, top)
-    gap = (logits - finite_top[:, None]) / temperature
-    at_top = gap == 0.0
+    at_top = logits == finite_top[:, None]
+    gap = jnp.where(at_top, 0.0, logits - finite_top[:, None]) / temperature
     unnormalised = jnp.exp(gap)
     rest = _sum(unnormalised, ~at_top)
     ties = jnp.sum(at_top, axis=-1, dtype=jnp.float32)
     log_total = jnp.log1p(jnp.where(empty, 0.0, rest + (ties - 1.0)))
     moment = _sum(unnormalised * gap, unnormalised > 0)
-    token_gap = (token_of_rows(logits, tokens) - finite_top) / temperature
+    token_gap = _difference(token_of_rows(logits, tokens), finite_top) / temperature
     part = SoftmaxPartial(top / temperature, log_total, moment / jnp.exp(log_total))
     return part, TokenGap(token_gap, _owned(logits, tokens))
 
@@ -132,11 +136,11 @@ def divergence_of_rows(
         softmax_of_rows(logits, tokens, temperature) for logits in (policy, rollout)
     )
     # A token outside the support still gives a good shift; one that a head has not gives none.
-    shift = (token_of_rows(policy_logits, tokens) - token_of_rows(rollout_logits, tokens)) / temperature
+    shift = _difference(*(token_of_rows(logits, tokens) for logits in (policy_logits, rollout_logits))) / temperature
     shift = sum_over(axis, jnp.where(policy_token.owned, shift, 0.0))
     shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
 
-    x = (policy - rollout) / temperature - shift[:, None]
+    x = _difference(policy, rollout) / temperature - shift[:, None]
     both = None
     if allowed is not None or ragged:
         both = ~((policy == -jnp.inf) | (rollout == -jnp.inf))  # NaN logits must still reach the result

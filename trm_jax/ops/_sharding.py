@@ -137,9 +137,13 @@ def over_shards(
     padded_rows = jax.tree.map(lambda x: _pad(x, padded_n), rows)
     padded_heads = tuple(_pad_head(head, share * layout.devices(layout.vocab_axis)) for head in heads)
 
+    # An axis of one device has nothing to merge.
+    vocab_axis, token_axis = (
+        axis if layout.devices(axis) > 1 else None for axis in (layout.vocab_axis, layout.token_axis)
+    )
+
     def local(rows: Any, heads: tuple[Head, ...]) -> Any:
-        start = jax.lax.axis_index(layout.vocab_axis) * share
-        return body(Shard(start, layout.vocab_axis, layout.token_axis), rows, heads)
+        return body(Shard(jax.lax.axis_index(layout.vocab_axis) * share, vocab_axis, token_axis), rows, heads)
 
     along_tokens, along_head = PartitionSpec(layout.token_axis), PartitionSpec(layout.vocab_axis)
     out = jax.shard_map(

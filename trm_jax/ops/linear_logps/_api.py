@@ -49,7 +49,7 @@ def linear_logps(
     Without a mesh the chunked form follows the shardings of its operands as the compiler sees fit. With one, each
     device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token forward; backward the
     sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head gradient's sum over
-    ``token_axis`` that data parallelism always needs (in float32). The head never moves.
+    ``token_axis`` that data parallelism always needs. The head never moves.
 
     Args:
       hidden: ``[N, D]`` final hidden states, float32 or bfloat16.
@@ -61,7 +61,7 @@ def linear_logps(
         the vocabulary.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left;
         log-prob, normaliser and entropy are those of the policy restricted to them.
-      chunk_size: tokens whose logits are held at once; 128 on a CPU and 1024 elsewhere when None.
+      chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
         on one TPU and on a mesh of them, the chunked form elsewhere. A named one runs or raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.

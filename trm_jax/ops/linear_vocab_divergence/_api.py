@@ -70,7 +70,7 @@ def linear_vocab_divergence(
       with_tv: False leaves ``token_tv`` None; the kernel then saves its second pass.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left,
         applied to both policies.
-      chunk_size: tokens whose logits are held at once; 128 on a CPU and 1024 elsewhere when None.
+      chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
         on one TPU and on a mesh of them, the chunked form elsewhere. A named one runs or raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.

@@ -1,17 +1,18 @@
 """TPU kernels: one sweep over both heads for normalisers, entropies and KL, a second one for TV.
 
 First sweep, with ``x = (z_θ - z_roll) - shift``: beside each policy's online softmax it sums ``b = E_roll[x]`` and the
-curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as a cubic for small ``x`` and as
+curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series for small ``x`` and as
 ``w_θ κ - w_roll (1 + x)`` with the weights at hand otherwise (``κ`` refers the policy's weights to the rollout's):
 no third exponential. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
 
-Both read each head once for every block of tokens and keep one tile of logits. The epilogue of some token columns
-stands in the same basic block as the product of the next ones, so that the vector and the matrix unit overlap.
+Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
+as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +46,13 @@ from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks
 
 __all__ = ["divergence_statistics", "divergence_tv"]
 
-_SMALL = 0.125
-"""Below it a truncated series is exact to 1e-5, above it differences of weights are."""
+_SMALL = 1 / 16
+"""Below it ``expm1(x) - x`` is two terms of its series, exact to 2e-4 of it; above, differences of weights are."""
+_HALF = 0.5 * (1.0 + _SMALL**2 / 24)
+"""Halves the largest error of those two terms."""
+
+_TINY = 1 / 32
+"""The same for the two terms of ``expm1`` that the second sweep takes: 2e-4 of a term, at most."""
 
 _SUMS = 9  # policy's top, total, moment; the rollout's; mean shift; curvature; missing mass
 
@@ -132,7 +138,7 @@ def _statistics_kernel(static: _Static, *refs: Any) -> None:
                 sums[6] += jnp.sum(absent, axis=0)
                 x = jnp.where(absent > 0, 0.0, x)
             vx = v * x
-            series = vx * x * (1 / 2 + x * (1 / 6 + x * (1 / 24)))
+            series = vx * x * (_HALF + x * (1 / 6))
             weights = w * kappa - (v + vx)
             curvature = jnp.where(jnp.abs(x) < _SMALL, series, weights)
             for i, value in enumerate((w, w * t_gap, v, v * r_gap, vx, curvature)):
@@ -168,7 +174,7 @@ def _tv_kernel(static: _Static, *refs: Any) -> None:
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             p, q = jnp.exp2(units.exponent * (t - t_norm)), jnp.exp2(units.exponent * (r - r_norm))
             d = _difference(t, r, shift, units, static.biased) - normaliser
-            gap = jnp.where(jnp.abs(d) < _SMALL, q * d * (1.0 + d * (1 / 2 + d * (1 / 6))), p - q)
+            gap = jnp.where(jnp.abs(d) < _TINY, q * d * (1.0 + 0.5 * d), p - q)
             total += jnp.sum(jnp.where(is_token(tokens, first, start, CHUNK), 0.0, jnp.abs(gap)), axis=0)
         state[:, columns] = total
 
@@ -226,7 +232,7 @@ def _sweep(
     for row, values in {"tokens": row_of(p.tokens, jnp.int32), **rows}.items():
         operands.add(row, values, (1, block_n), tiling.by_token(row=True))
     biased = any(x is not None for x in (p.policy_bias, p.rollout_bias, p.rollout_scale))
-    group = 256 if block_n % 256 == 0 else LANES
+    group = math.gcd(block_n, 4 * LANES)
     static = _Static(v, tiling, units, tuple(operands.names), group, biased)
     grid = tiling.grid(n, v)
     reads = sum(head.size * head.dtype.itemsize for head in heads) * grid[0]
@@ -247,6 +253,11 @@ def _sweep(
         name=name,
     )(*operands.arrays)
     return out[:, :n]
+
+
+def _token_gap(policy: Array, rollout: Array) -> Array:
+    """Exactly 0 for equal logits, also where the compiler fuses the division by the temperature into the difference."""
+    return jnp.where(policy == rollout, 0.0, policy - rollout)
 
 
 def _local(tokens: Array, vocabulary: int) -> Array:
@@ -305,7 +316,7 @@ def divergence_statistics(
     policy, _, _ = with_token(out[0], out[1], out[2], policy_token_logit, policy_here, units.unit)
     rollout, weight, own = with_token(out[3], out[4], out[5], rollout_token_logit, rollout_here, units.unit)
     both = policy_here & rollout_here
-    x = jnp.where(both, (policy_token_logit - rollout_token_logit) - shift, 0.0)
+    x = jnp.where(both, _token_gap(policy_token_logit, rollout_token_logit) - shift, 0.0)
     growth = jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
     only_policy = jnp.where(rollout.top == -jnp.inf, 0.0, jnp.exp(policy_token_logit - shift - rollout.logsumexp))
     growth = jnp.where(both, own * growth, jnp.where(policy_here, only_policy, -own))
@@ -365,6 +376,6 @@ def divergence_tv(
     local = _local(tokens, policy_head.shape[0])
     p, q = jnp.exp(policy_token_logit - lse_policy), jnp.exp(rollout_token_logit - lse_rollout)
     both = (policy_token_logit != -jnp.inf) & (rollout_token_logit != -jnp.inf)
-    d = jnp.where(both, (policy_token_logit - rollout_token_logit) - shift - normaliser, jnp.inf)
+    d = jnp.where(both, _token_gap(policy_token_logit, rollout_token_logit) - shift - normaliser, jnp.inf)
     own = jnp.where(jnp.abs(d) < _SMALL, q * jnp.abs(jnp.expm1(jnp.where(jnp.isinf(d), 0.0, d))), jnp.abs(p - q))
     return out + jnp.where(local, 0.5 * own, 0.0)
