@@ -11,6 +11,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxtyping import install_import_hook  # noqa: E402
 
+# A parameter annotated float takes whatever a user has for a number: 2, 2.0, np.float32(2).
+_NUMBER = "float | int | __import__('numpy').number"
+_CONF = f"beartype.BeartypeConf(hint_overrides=beartype.FrozenDict({{float: {_NUMBER}}}))"
+
 install_import_hook(
     [
         "trm_jax.bounds",
@@ -20,5 +24,5 @@ install_import_hook(
         "trm_jax.numerics",
         "trm_jax.ops",
     ],
-    "beartype.beartype",
+    f"beartype.beartype(conf={_CONF})",
 )

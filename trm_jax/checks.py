@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 
@@ -42,6 +42,24 @@ def bool_mask(**masks: AnyArray | None) -> None:
             raise TypeError(f"{name} must be bool (True = counts), given dtype {mask.dtype}: pass {name} > 0")
 
 
+@overload
+def in_range(
+    name: str, value: float, *, low: float = ..., high: float = ..., low_open: bool = ..., high_open: bool = ...
+) -> float: ...
+
+
+@overload
+def in_range(
+    name: str, value: None, *, low: float = ..., high: float = ..., low_open: bool = ..., high_open: bool = ...
+) -> None: ...
+
+
+@overload
+def in_range(
+    name: str, value: float | None, *, low: float = ..., high: float = ..., low_open: bool = ..., high_open: bool = ...
+) -> float | None: ...
+
+
 def in_range(
     name: str,
     value: float | None,
@@ -50,8 +68,11 @@ def in_range(
     high: float = math.inf,
     low_open: bool = False,
     high_open: bool = False,
-) -> None:
-    """Refuses a scalar outside its interval; None passes.
+) -> float | None:
+    """The scalar as a Python float, refused outside its interval; None passes.
+
+    An int, a NumPy or a JAX scalar comes back as a plain float, which takes part in float32 arithmetic without widening
+    it (a ``np.float64`` would, under ``jax_enable_x64``).
 
     Raises:
       ValueError: naming the field, its value and the interval. NaN is always refused.
@@ -62,12 +83,13 @@ def in_range(
     ValueError: cap must lie in (0, inf], given 0.0
     """
     if value is None:
-        return
+        return None
     above = value > low if low_open else value >= low
     below = value < high if high_open else value <= high
     if not (above and below):
         left, right = "(" if low_open else "[", ")" if high_open else "]"
         raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, given {value!r}")
+    return float(value)
 
 
 def ordered(low_name: str, low: float, high_name: str, high: float) -> None:

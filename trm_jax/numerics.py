@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -46,7 +46,7 @@ MAX_LOG_RATIO = 60.0
 _SERIES_RADIUS = 0.35
 
 
-def as_float32(values: Float[AnyArray, "..."] | float) -> Float[Array, "..."]:
+def as_float32(values: Real[AnyArray, "..."] | float) -> Float[Array, "..."]:
     """The values as a float32 array; bfloat16 log-probs must be widened before ``1 - p`` is taken."""
     return jnp.asarray(values).astype(jnp.float32)
 
@@ -159,14 +159,15 @@ def sequence_max(
 def _true_slots_after(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Of each row. 32 slots make a word whose bits are counted, so that no prefix sum of the row is ever written."""
     rows, length = mask.shape
-    padded = jnp.pad(mask, ((0, 0), (0, -length % 32)))
+    count = -(-length // 32)
+    padded = jnp.pad(mask, ((0, 0), (0, 32 * count - length))).reshape(rows, count, 32)
     place = jnp.arange(32, dtype=jnp.uint32)
-    bits = jnp.where(padded.reshape(rows, -1, 32), jnp.uint32(1) << place, jnp.uint32(0))
+    bits = jnp.where(padded, jnp.uint32(1) << place, jnp.uint32(0))
     words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)
     counts = jax.lax.population_count(words).astype(jnp.int32)
     in_later_words = jnp.sum(counts, axis=1, keepdims=True) - jnp.cumsum(counts, axis=1)
     later_in_word = jax.lax.population_count((words[..., None] >> place) >> jnp.uint32(1)).astype(jnp.int32)
-    return (in_later_words[..., None] + later_in_word).reshape(rows, -1)[:, :length].astype(jnp.float32)
+    return (in_later_words[..., None] + later_in_word).reshape(rows, 32 * count)[:, :length].astype(jnp.float32)
 
 
 def tokens_after(mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None) -> Float[Array, "B T"]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 
 from trm_jax.bounds._arrays import Leaf, excess, is_traced, namespace
 from trm_jax.bounds._limits import upper_limits
@@ -120,7 +120,7 @@ def certify(
     log_ratio: Float[AnyArray, "B T"],
     response_mask: Bool[AnyArray, "B T"],
     sequence_keep: Bool[AnyArray, " B"],
-    rewards: Float[AnyArray, " B"],
+    rewards: Real[AnyArray, " B"],
     *,
     confidence: float = 0.95,
     token_kl: Float[AnyArray, "B T"] | None = None,

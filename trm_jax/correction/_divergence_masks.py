@@ -43,7 +43,7 @@ def max_kl_mask(
     [ True False]
     """
     kl = checked_statistic("token_kl", token_kl, response_mask, segment_ids)
-    in_range("threshold", threshold, low=0.0)
+    threshold = in_range("threshold", threshold, low=0.0)
     return keep_where(max_at_most(kl, response_mask, threshold), response_mask, segment_ids)
 
 
@@ -73,7 +73,7 @@ def mean_kl_mask(
     [ True False]
     """
     kl = checked_statistic("token_kl", token_kl, response_mask, segment_ids)
-    in_range("threshold", threshold, low=0.0)
+    threshold = in_range("threshold", threshold, low=0.0)
     return keep_where(mean_within(kl, response_mask, high=threshold), response_mask, segment_ids)
 
 
@@ -102,7 +102,7 @@ def max_tv_mask(
     [ True]
     """
     tv = checked_statistic("token_tv", token_tv, response_mask, segment_ids)
-    in_range("threshold", threshold, low=0.0, high=1.0)
+    threshold = in_range("threshold", threshold, low=0.0, high=1.0)
     return keep_where(max_at_most(tv, response_mask, threshold), response_mask, segment_ids)
 
 
@@ -155,6 +155,6 @@ def sampled_mask(
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
     if max_k2 is None and mean_k3 is None:
         raise ValueError("sampled_mask needs max_k2, mean_k3 or both, given neither: it would keep everything")
-    in_range("max_k2", max_k2, low=0.0)
-    in_range("mean_k3", mean_k3, low=0.0)
+    max_k2 = in_range("max_k2", max_k2, low=0.0)
+    mean_k3 = in_range("mean_k3", mean_k3, low=0.0)
     return keep_where(sampled_statistic(values, response_mask, max_k2, mean_k3), response_mask, segment_ids)

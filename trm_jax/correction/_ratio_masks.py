@@ -97,9 +97,9 @@ def length_neutral_mask(
     [ True False]
     """
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
-    in_range("threshold", threshold, low=0.0)
-    in_range("max_token_kl", max_token_kl, low=0.0, low_open=True)
-    in_range("max_token_tv", max_token_tv, low=0.0, low_open=True)
+    threshold = in_range("threshold", threshold, low=0.0)
+    max_token_kl = in_range("max_token_kl", max_token_kl, low=0.0, low_open=True)
+    max_token_tv = in_range("max_token_tv", max_token_tv, low=0.0, low_open=True)
     statistic = length_neutral_statistic(
         values, response_mask, segment_ids, threshold=threshold, max_token_kl=max_token_kl, max_token_tv=max_token_tv
     )
@@ -132,7 +132,7 @@ def sequence_error_ratio_mask(
     [ True False]
     """
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
-    in_range("threshold", threshold, low=0.0)
+    threshold = in_range("threshold", threshold, low=0.0)
     return keep_where(error_ratio_statistic(values, response_mask, threshold), response_mask, segment_ids)
 
 
@@ -163,7 +163,7 @@ def geometric_mask(
     [False  True]
     """
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
-    in_range("low", low, low=0.0)
+    low = in_range("low", low, low=0.0)
     ordered("low", low, "high", high)
     return keep_where(geometric_statistic(values, response_mask, low, high), response_mask, segment_ids)
 
@@ -188,5 +188,5 @@ def token_outlier_mask(
     [[ True False]]
     """
     values = checked_statistic("log_ratio", log_ratio, response_mask)
-    in_range("max_abs_log_ratio", max_abs_log_ratio, low=0.0)
+    max_abs_log_ratio = in_range("max_abs_log_ratio", max_abs_log_ratio, low=0.0)
     return jnp.asarray(response_mask) & (jnp.abs(values) <= max_abs_log_ratio)

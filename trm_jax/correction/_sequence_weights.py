@@ -101,7 +101,7 @@ def sequence_truncated_weights(
      [2.   2.  ]]
     """
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
-    in_range("cap", cap, low=0.0, low_open=True, high_open=True)
+    cap = in_range("cap", cap, low=0.0, low_open=True, high_open=True)
     unit = jnp.asarray(response_mask).astype(jnp.float32)
     return _spread(truncated_product(values, response_mask, cap), unit, response_mask, segment_ids)
 
@@ -136,8 +136,8 @@ def sequence_masked_weights(
      [0.   0.  ]]
     """
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
-    in_range("low", low, low=0.0)
-    in_range("cap", cap, high_open=True)
+    low = in_range("low", low, low=0.0)
+    cap = in_range("cap", cap, high_open=True)
     ordered("low", low, "cap", cap)
     unit = jnp.asarray(response_mask).astype(jnp.float32)
     return _spread(masked_product(values, response_mask, low, cap), unit, response_mask, segment_ids)
@@ -173,8 +173,8 @@ def geometric_masked_weights(
      [0. 0.]]
     """
     known_name("token_weight", token_weight, ("unit", "ratio"))
-    in_range("high", high, high=math.inf, high_open=True)
-    in_range("low", low, low=0.0)
+    high = in_range("high", high, high=math.inf, high_open=True)
+    low = in_range("low", low, low=0.0)
     ordered("low", low, "high", high)
     values = checked_statistic("log_ratio", log_ratio, response_mask, segment_ids)
     tokens = GEOMETRIC_TOKEN_WEIGHTS[token_weight](values, response_mask)

@@ -90,8 +90,8 @@ def exact_weights(
     [[3.  0.5]]
     """
     values = _checked(log_ratio, response_mask)
-    in_range("low", low, low=0.0)
-    in_range("high", high, low=low, low_open=True, high_open=True)
+    low = in_range("low", low, low=0.0)
+    high = in_range("high", high, low=low, low_open=True, high_open=True)
     return masked_values(jnp.clip(safe_exp(values), low, high), values > -jnp.inf)
 
 
@@ -115,7 +115,7 @@ def truncated_weights(
     [[2.  0.5]]
     """
     values = _checked(log_ratio, response_mask)
-    in_range("cap", cap, low=0.0, low_open=True, high_open=True)
+    cap = in_range("cap", cap, low=0.0, low_open=True, high_open=True)
     return jnp.minimum(safe_exp(values), cap)
 
 
@@ -141,8 +141,8 @@ def masked_weights(
     [[1.5 0. ]]
     """
     values = _checked(log_ratio, response_mask)
-    in_range("low", low, low=0.0)
-    in_range("high", high, high_open=True)
+    low = in_range("low", low, low=0.0)
+    high = in_range("high", high, high_open=True)
     ordered("low", low, "high", high)
     log_low = math.log(low) if low > 0 else -math.inf
     return masked_values(safe_exp(values), (values >= log_low) & (values <= math.log(high)))
@@ -190,7 +190,7 @@ def bernoulli_kl_weights(
     [[1.2 0. ]]
     """
     values, logp, logq = _checked_pair(proximal_logps, rollout_logps, response_mask)
-    in_range("threshold", threshold, low=0.0, low_open=True, high_open=True)
+    threshold = in_range("threshold", threshold, low=0.0, low_open=True, high_open=True)
     return bernoulli_kl_formula(values, logp, logq, threshold)
 
 
@@ -236,6 +236,6 @@ def calibrated_weights(
     [[1.   1.23]]
     """
     values, logp, _ = _checked_pair(proximal_logps, rollout_logps, response_mask)
-    in_range("cis_lambda", cis_lambda, low=0.0, high_open=True)
-    in_range("cis_kappa", cis_kappa, low=0.0, high=1.0)
+    cis_lambda = in_range("cis_lambda", cis_lambda, low=0.0, high_open=True)
+    cis_kappa = in_range("cis_kappa", cis_kappa, low=0.0, high=1.0)
     return calibrated_formula(values, logp, cis_lambda, cis_kappa, two_sided)

@@ -166,7 +166,7 @@ def vocab_divergence(
     shape = same_shape(policy_logits=policy_logits, rollout_logits=rollout_logits)
     if tuple(tokens.shape) != shape[:-1]:
         raise ValueError(f"tokens must be {list(shape[:-1])}, the logits without their last axis, given {tokens.shape}")
-    in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
+    temperature = in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
     policy = jnp.asarray(policy_logits).astype(jnp.float32) / temperature
     rollout = jnp.asarray(rollout_logits).astype(jnp.float32) / temperature
     out: VocabDivergence = logits_divergence(policy, rollout, jnp.asarray(tokens), with_tv=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from trm_jax.checks import bool_mask, known_name, same_shape
 from trm_jax.numerics import AnyArray, as_float32, segment_index
@@ -15,7 +15,7 @@ __all__ = ["group_advantages"]
 
 
 def group_advantages(
-    rewards: Float[AnyArray, " B"],
+    rewards: Real[AnyArray, " B"],
     group_ids: Int[AnyArray, " B"],
     *,
     normalize: Literal["std", "none", "loo"] = "std",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from trm_jax.checks import in_range
 from trm_jax.losses._token_terms import (
@@ -26,7 +26,7 @@ def _clipped(
     ratio: Array, terms: TokenTerms, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
     low, high = clip_band(clip_low, clip_high)
-    in_range("dual_clip", dual_clip, low=1.0, low_open=True)
+    dual_clip = in_range("dual_clip", dual_clip, low=1.0, low_open=True)
     unclipped = -terms.advantages * ratio
     clipped = -terms.advantages * jnp.clip(ratio, low, high)
     loss = jnp.maximum(unclipped, clipped)
@@ -43,7 +43,7 @@ def _clipped(
 def clipped_surrogate(
     policy_logps: Float[AnyArray, "B T"],
     proximal_logps: Float[AnyArray, "B T"],
-    advantages: Float[AnyArray, "..."],
+    advantages: Real[AnyArray, "..."],
     response_mask: Bool[AnyArray, "B T"],
     *,
     importance_weights: Float[AnyArray, "B T"] | None = None,
@@ -106,7 +106,7 @@ def clipped_surrogate(
         segment_ids=segment_ids,
     )
     loss, aux = _clipped(jnp.exp(terms.log_ratio), terms, clip_low, clip_high, dual_clip)
-    in_range("reference_coef", reference_coef, low=0.0, high_open=True)
+    reference_coef = in_range("reference_coef", reference_coef, low=0.0, high_open=True)
     if (reference_coef > 0) != (reference_logps is not None):
         raise ValueError(
             f"reference_coef={reference_coef} with reference_logps {'missing' if reference_logps is None else 'given'}"
@@ -142,7 +142,7 @@ def clipped_surrogate(
 def gspo(
     policy_logps: Float[AnyArray, "B T"],
     proximal_logps: Float[AnyArray, "B T"],
-    advantages: Float[AnyArray, "..."],
+    advantages: Real[AnyArray, "..."],
     response_mask: Bool[AnyArray, "B T"],
     *,
     importance_weights: Float[AnyArray, "B T"] | None = None,

@@ -104,8 +104,8 @@ def clip_band(clip_low: float, clip_high: float) -> tuple[float, float]:
     Raises:
       ValueError: on a width outside its range.
     """
-    in_range("clip_low", clip_low, low=0.0, high=1.0)
-    in_range("clip_high", clip_high, low=0.0)
+    clip_low = in_range("clip_low", clip_low, low=0.0, high=1.0)
+    clip_high = in_range("clip_high", clip_high, low=0.0)
     return 1.0 - clip_low, 1.0 + clip_high
 
 

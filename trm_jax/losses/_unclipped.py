@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 
 from trm_jax.checks import in_range, same_shape
 from trm_jax.losses._token_terms import Aggregation, Denominator, aggregate, clip_band, prepare, ratio_aux
@@ -17,7 +17,7 @@ __all__ = ["cispo", "dppo", "masked_surrogate"]
 def masked_surrogate(
     policy_logps: Float[AnyArray, "B T"],
     rollout_logps: Float[AnyArray, "B T"],
-    advantages: Float[AnyArray, "..."],
+    advantages: Real[AnyArray, "..."],
     response_mask: Bool[AnyArray, "B T"],
     sequence_keep: Bool[AnyArray, "B *T"],
     *,
@@ -81,7 +81,7 @@ def masked_surrogate(
 def cispo(
     policy_logps: Float[AnyArray, "B T"],
     proximal_logps: Float[AnyArray, "B T"],
-    advantages: Float[AnyArray, "..."],
+    advantages: Real[AnyArray, "..."],
     response_mask: Bool[AnyArray, "B T"],
     *,
     importance_weights: Float[AnyArray, "B T"] | None = None,
@@ -155,7 +155,7 @@ def cispo(
 def dppo(
     policy_logps: Float[AnyArray, "B T"],
     proximal_logps: Float[AnyArray, "B T"],
-    advantages: Float[AnyArray, "..."],
+    advantages: Real[AnyArray, "..."],
     response_mask: Bool[AnyArray, "B T"],
     *,
     threshold: float = 0.15,
@@ -210,7 +210,7 @@ def dppo(
         token_keep=token_keep,
         segment_ids=segment_ids,
     )
-    in_range("threshold", threshold, low=0.0)
+    threshold = in_range("threshold", threshold, low=0.0)
     if token_divergence is None:
         anchor = jnp.where(terms.active, as_float32(proximal_logps), 0.0)
         distance = jnp.abs(jnp.exp(terms.policy_logps) - jnp.exp(anchor))
