@@ -23,5 +23,6 @@ from trm_jax.models._quantize import quantize as quantize
 from trm_jax.models._sharding import RULES as RULES
 from trm_jax.models._sharding import make_mesh as make_mesh
 from trm_jax.models._sharding import param_shardings as param_shardings
+from trm_jax.models._smollm2 import find_smollm2 as find_smollm2
 from trm_jax.models._smollm2 import load_smollm2_model as load_smollm2_model
 from trm_jax.models._transformer import Transformer as Transformer
