@@ -13,7 +13,7 @@ from typing import Literal
 
 __all__ = ["GROUP_TITLES", "METRICS", "Metric"]
 
-Reduction = Literal["mean", "max", "whole", "label"]
+Reduction = Literal["mean", "max", "min", "whole", "label"]
 Scale = Literal["linear", "log"]
 
 GROUP_TITLES: Mapping[str, str] = MappingProxyType(
@@ -42,7 +42,8 @@ class Metric:
       unit: its unit; empty for a pure number.
       meaning: one sentence for the glossary.
       reduction: how parts (microbatches, devices) combine. ``mean``: sum of totals over sum of denominators; ``max``:
-        the largest; ``whole``: computed once over the whole batch, parts cannot be combined; ``label``: a word.
+        the largest; ``min``: the smallest; ``whole``: computed once over the whole batch, parts cannot be combined;
+        ``label``: a word.
       scale: the axis that suits it.
     """
 
@@ -197,6 +198,14 @@ _ALL = (
         "Mean importance weight of the sampled tokens after its cap, whether or not a mask then keeps the token.",
     ),
     _metric("correction/weight_max", "largest weight", "", "max", "The largest weight of this step.", log=True),
+    _metric(
+        "correction/weight_min",
+        "smallest weight",
+        "",
+        "min",
+        "The smallest weight above 0 of this step.",
+        log=True,
+    ),
     _metric(
         "correction/weight_capped_fraction",
         "weights capped",
