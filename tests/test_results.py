@@ -65,6 +65,17 @@ def test_the_time_of_the_quickstart_is_the_committed_one() -> None:
     assert f"{minutes} min {rest} s" in README
 
 
+def test_what_is_said_of_the_pretrained_run_is_the_committed_result() -> None:
+    run = results("smollm2_gsm8k")
+    said = " ".join(README.split())
+    rewards = [step["reward/mean"] for step in run["steps"]]
+    assert f"(mean {', '.join(f'{reward:.2f}' for reward in rewards)})" in said
+    assert all(step["optim/skipped"] == 0.0 and step["optim/grad_norm"] > 0 for step in run["steps"])
+    seconds = [step["time/rollout_s"] + step["time/rescore_s"] + step["time/update_s"] for step in run["steps"]]
+    assert f"took {min(seconds):.0f} to {max(seconds):.0f} s" in said
+    assert f"peaked at {run['peak_rss_gib']:.2f} GiB" in said
+
+
 def test_the_head_of_the_quickstart_states_the_committed_means() -> None:
     head = " ".join((ROOT / "configs" / "quickstart.toml").read_text(encoding="utf-8").split("title =")[0].split())
     arms = results("quickstart")["arms"]

@@ -45,6 +45,18 @@ def test_held_weights_are_the_last_versions_and_stay_alive(make_config, make_run
         assert record["rollout/staleness_mean"] == min(2, before["version"])
 
 
+def test_samples_stand_as_text_beside_the_checkpoint(make_config, make_run, tmp_path):
+    (record,) = go(make_run(make_config(NO_EVALUATION | {"steps": 1})))
+    (path,) = (tmp_path / "run" / "samples").iterdir()
+    assert path.name == "step00000001.json"
+    rows = json.loads(path.read_text())
+    assert len(rows) == 8  # all of this small step
+    assert sum(row["reward"] for row in rows) / 8 == record["reward/mean"]
+    for row in rows:
+        assert row["prompt"].startswith(row["reference"] + "+")
+        assert row["reward"] == float(row["response"][:1] in ("0", "2", "4", "6", "8"))
+
+
 def test_equal_rewards_leave_the_policy_alone_and_say_why(make_config, make_run):
     run = make_run(make_config(NO_EVALUATION | {"steps": 2}), reward=lambda problem, response: 0.5)
     start = bits(run.params)

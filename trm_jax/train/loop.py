@@ -30,7 +30,7 @@ from trm_jax.train.step import UpdateBatch
 
 __all__ = ["RunOutcome", "TrainRun"]
 
-_SAMPLES = 8  # responses kept as text beside a checkpoint, one a prompt
+_SAMPLES = 8  # responses kept as text beside a checkpoint
 
 Pairs = dict[str, tuple[Array, Array]]
 

@@ -43,12 +43,12 @@ class Sampled:
         return self.rewards.reshape(-1, self.group_size)
 
     def as_text(self, most: int) -> list[dict[str, object]]:
-        """About ``most`` rows to read, at most one a prompt."""
+        """About ``most`` rows to read, spread over the batch."""
         rows = [
             {"prompt": problem.prompt, "response": text, "reference": problem.reference, "reward": float(reward)}
             for problem, text, reward in zip(self.problems, self.texts, self.rewards, strict=True)
         ]
-        return rows[:: max(self.group_size, len(rows) // most)]
+        return rows[:: max(1, len(rows) // most)]
 
 
 class Sampler:
