@@ -141,6 +141,7 @@ def _tunix_logps(hidden: Array, head: Array, rollout_hidden: Array, tokens: Arra
 
 
 def _tokamax_loss(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> Array:
+    importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # it would read this tool's command line
     loss: Array = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss(
         hidden, tokens, head.T, reduction="sum"
     )
