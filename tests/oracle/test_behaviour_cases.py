@@ -277,6 +277,14 @@ def test_case_14_masks_act_the_same_in_every_aggregation(function, aggregation, 
     np.testing.assert_array_equal(np.asarray(gradient) != 0, sequence_keep[:, None] & token_keep)
 
 
+@pytest.fixture
+def uncompiled():
+    """Op by op, for the tests that would compile a correction for each of many configurations."""
+    with jax.disable_jit():
+        yield
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_case_15_raw_and_applied_weights_have_distinct_names(order):
     """Ratios e^(-.5, 2.5, -.2) = .606531, 12.182494, .818731. Raw mean 4.5359; cap 5: 2.1418; band [.5, 5]: .4751."""
@@ -294,6 +302,7 @@ def test_case_15_raw_and_applied_weights_have_distinct_names(order):
         close(means["weight/applied_mean"], applied, relative=1e-5)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("weight", WEIGHT_PRESETS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_case_16_on_policy(weight, dtype):
@@ -368,6 +377,7 @@ def test_case_17_dual_clip_bounds_the_open_side():
     close(clipped(1.0, 0.5, dual_clip=3.0), (-0.5, -0.5), relative=1e-5)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(("outlier", "kept"), [(1e-6, False), (0.92, True), (1e6, False)])
 def test_case_18_criteria_are_computed_on_the_original_mask(outlier, kept):
     """Nine ratios of 1 and one of 1e-6: mean log ratio log(1e-6)/10 = -1.3816, geometric mean .2512, outside the band

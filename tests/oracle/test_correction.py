@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from trm_jax import correction
 from trm_jax.types import ScoredBatch
 
-from .batches import SCALES, batch, close, spoil
+from .batches import batch, close, spoil
 from .reference import masks, weights
 from .reference.rows import decide, sequences, spread
 
@@ -22,7 +23,7 @@ OPTIONS = {  # in the middle of the data at scale 0.3, so that every criterion b
     "ln_trm_threshold": 0.25,
     "horizon_token_kl": 0.02,
     "horizon_token_tv": 0.03,
-    "ser_threshold": 0.25,
+    "ser_threshold": 0.18,
     "geometric_low": 0.95,
     "geometric_high": 1.1,
     "max_abs_log_ratio": 0.3,
@@ -54,6 +55,13 @@ COMPOSED = [
     "token_mask + exact",
     "ser + kpop",
 ]
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    """Op by op: hundreds of configurations, each of which would compile; one test below compiles."""
+    with jax.disable_jit():
+        yield
 
 
 def scored(data, **changes):
@@ -152,20 +160,31 @@ def check(got, name, data, numerator, *, segment_ids=None):
 def test_preset_against_the_oracle(name):
     config = correction.preset(name, **OPTIONS)
     decisions = []
-    for seed in range(3):
+    for seed in range(2):
         data = batch(seed, 0.3)
         decisions.append(check(correction.correct(scored(data), config), name, data, data.proximal))
     if parts(name)[0] and name.split(" + ")[0] != "token_mask":
         assert set(np.concatenate(decisions).tolist()) == {True, False}
 
 
-@pytest.mark.parametrize("name", ["trm_combined + seq_tis", "ln_trm + icepop", "seq_mis", "geo_mis"])
+def test_compiled_is_the_same():
+    """The compiler may reorder sums: 2e-6 of weights, and equal decisions."""
+    data, config = batch(3, 0.3), correction.preset("trm_combined + seq_tis", **OPTIONS)
+    plain = correction.correct(scored(data), config)
+    with jax.disable_jit(False):
+        compiled = correction.correct(scored(data), config)
+    for name in ("sequence_keep", "token_keep"):
+        np.testing.assert_array_equal(getattr(plain, name), getattr(compiled, name))
+    close(plain.importance_weights, compiled.importance_weights, relative=2e-6)
+
+
+@pytest.mark.parametrize("name", ["trm_combined + seq_tis", "ln_trm + geo_mis", "ser + seq_mis"])
 def test_packed_rows(name):
     config = correction.preset(name, **OPTIONS)
-    for seed in range(2):
-        data = batch(seed, 0.3)
-        got = correction.correct(scored(data, segment_ids=data.segment_ids), config)
-        check(got, name, data, data.proximal, segment_ids=data.segment_ids)
+    data = batch(0, 0.3)
+    got = correction.correct(scored(data, segment_ids=data.segment_ids), config)
+    decided = check(got, name, data, data.proximal, segment_ids=data.segment_ids)
+    assert set(decided.tolist()) == {True, False}
 
 
 @pytest.mark.parametrize("name", ["ser + kpop", "trm_sample", "cis"])
@@ -212,10 +231,9 @@ def test_preset_is_its_masks_and_weight(name):
     assert correction.preset(name) == config
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_log_probs_above_zero_are_clamped_and_counted(scale):
+def test_log_probs_above_zero_are_clamped_and_counted():
     """bf16 rounds the log of a probability near 1 to something above 0: read as 0, on both sides."""
-    data = batch(7, scale)
+    data = batch(7, 0.3)
     above = data._replace(proximal=data.proximal.copy(), rollout=data.rollout.copy())
     above.proximal[0, 1] = above.rollout[0, 2] = 2.0**-8
     clamped = above._replace(proximal=np.minimum(above.proximal, 0), rollout=np.minimum(above.rollout, 0))
@@ -231,7 +249,7 @@ ILLEGAL = {"nan_proximal": ("proximal", np.nan), "nan_rollout": ("rollout", np.n
 
 
 @pytest.mark.parametrize("kind", ILLEGAL)
-@pytest.mark.parametrize("name", ["none", "tis", "cis", "trm_max", "geo_mis", "token_mask"])
+@pytest.mark.parametrize("name", ["none", "trm_max + cis", "geo_mis"])
 def test_illegal_log_probs_reject_their_sequence_and_are_counted(kind, name):
     field, value = ILLEGAL[kind]
     data = batch(8, 1e-3)
