@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.tpu_aot,
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install trm-jax[tpu]"),
 ]

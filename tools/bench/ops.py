@@ -3,17 +3,16 @@
     python tools/bench/ops.py --out experiments/ops_cpu/results.json
     python tools/bench/ops.py --shapes qwen3-8b --dtype bfloat16 --out experiments/ops_v6e/results.json
 
-Every line is one operator, implementation and shape: median and quartiles of the wall time of single calls, the
-compiler's bytes of temporaries, the FLOPs and bytes that the algorithm needs at least, and the time that the device's
-peak rates allow for them. Peers: "tokamax" (summed loss only, and only where the vocabulary is a multiple of its
-block, because it counts padded columns) and "tunix" (its chunked per-token log-probs); reported as absent when not
-installed. Peak rates of a CPU are measured by one matrix product and one copy.
+Every line is one operator, implementation and shape: median and quartiles of the wall time of single calls (the forms
+take turns), the processor's time, the compiler's bytes of temporaries, the FLOPs and bytes that the algorithm needs at
+least, and the time that the device's peak rates allow for them. Peers: "tokamax" (summed loss only, and only where the
+vocabulary is a multiple of its block, because it counts padded columns) and "tunix" (its chunked per-token log-probs);
+reported as absent when not installed. Peak rates of a CPU are measured by one matrix product and one copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -209,44 +208,79 @@ def _times(function: Callable[..., Any], args: Sequence[Any], repeats: int) -> l
     return out
 
 
-def measure(case: Case, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: int) -> dict[str, Any]:
-    """One line."""
+@dataclasses.dataclass
+class Program:
+    """A compiled case, and what has been measured of it.
+
+    Attributes:
+      case: what it is.
+      call: the executable.
+      line: of the record.
+      times: wall seconds of each call.
+      cpu: processor seconds of each call, which other work on the machine moves less.
+    """
+
+    case: Case
+    call: Callable[..., Any]
+    line: dict[str, Any]
+    times: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+
+    def time(self, args: Sequence[Any]) -> None:
+        """One call."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(self.call(*args))
+        self.times.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
+
+
+def arguments(shape: tuple[int, int, int], dtype: jnp.dtype) -> tuple[Array, ...]:
+    """Hidden states, head, rollout's hidden states, tokens."""
     n, d, v = shape
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(n, d))
     rollout = hidden + 0.02 * rng.normal(size=(n, d))
     head = rng.normal(size=(v, d)) * 2 / np.sqrt(d)
-    args = (*(jnp.asarray(x, dtype) for x in (hidden, head, rollout)), jnp.asarray(rng.integers(0, v, n)))
-    del hidden, rollout, head
+    return *(jnp.asarray(x, dtype) for x in (hidden, head, rollout)), jnp.asarray(rng.integers(0, v, n))
+
+
+def prepare(case: Case, shape: tuple[int, int, int], dtype: jnp.dtype, args: Sequence[Array]) -> Program:
+    """Compiles, calls once, and notes the memory."""
+    n, d, v = shape
     started = time.perf_counter()
     compiled = jax.jit(case.function).lower(*args).compile()
     compile_seconds = time.perf_counter() - started
+    jax.block_until_ready(compiled(*args))
     memory: Any = compiled.memory_analysis()
-    cpu = time.process_time()
-    times = _times(compiled, args, repeats)
-    cpu = (time.process_time() - cpu) / (repeats + 1)
-    low, median, high = statistics.quantiles(times, n=4)
     item = jnp.dtype(dtype).itemsize
     heads = 1 if case.products < 3 else 2  # a gradient is written as well
-    return {
+    line = {
         "operator": case.operator,
         "form": case.form,
         "tokens": n,
         "width": d,
         "vocabulary": v,
         "dtype": jnp.dtype(dtype).name,
-        "seconds_median": median,
-        "seconds_quartiles": [low, high],
-        "seconds_all": times,
-        "cpu_seconds": cpu,
         "compile_seconds": compile_seconds,
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "argument_bytes": int(memory.argument_size_in_bytes),
         "output_bytes": int(memory.output_size_in_bytes),
-        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of all lines so far
         "least_flops": 2 * n * d * v * case.products,
         "least_bytes": heads * v * d * item + 2 * heads * n * d * item,
     }
+    return Program(case, compiled, line)
+
+
+def finish(program: Program, flops: float, rate: float) -> dict[str, Any]:
+    """The line with its times and its bound."""
+    line = program.line
+    low, median, high = statistics.quantiles(program.times, n=4)
+    line |= {"seconds_median": median, "seconds_quartiles": [low, high], "seconds_all": program.times}
+    line |= {"cpu_seconds_median": statistics.median(program.cpu), "cpu_seconds_all": program.cpu}
+    line["bound_seconds"] = max(line["least_flops"] / flops, line["least_bytes"] / rate)
+    line["share_of_bound"] = line["bound_seconds"] / median
+    return line
 
 
 def _git(*args: str) -> str:
@@ -266,18 +300,21 @@ def main(options: Options) -> None:
         chosen = [
             c for c in wanted if not options.only or any(part in f"{c.operator} {c.form}" for part in options.only)
         ]
-        # Small programs first: the process's peak is then that of the line at hand.
-        for case in track(sorted(chosen, key=lambda c: c.form == "naive"), description=name):
-            line = measure(case, shape, dtype, options.repeats)
-            line["bound_seconds"] = max(line["least_flops"] / flops, line["least_bytes"] / rate)
-            line["share_of_bound"] = line["bound_seconds"] / line["seconds_median"]
-            lines.append(line)
-            gc.collect()
+        args = arguments(shape, dtype)
+        # Small programs first, so that the process's peak is that of the line at hand.
+        ordered = sorted(chosen, key=lambda case: case.form == "naive")
+        programs = [prepare(case, shape, dtype, args) for case in track(ordered, description=f"{name}: compile")]
+        # The forms take turns: what else the machine does meets all of them.
+        for _ in track(range(options.repeats), description=f"{name}: time"):
+            for program in programs:
+                program.time(args)
+        lines += [finish(program, flops, rate) for program in programs]
     by_key = {(line["operator"], line["vocabulary"], line["form"]): line for line in lines}
     for line in lines:
         naive = by_key.get((line["operator"].removesuffix("_no_tv"), line["vocabulary"], "naive"))
         if naive:
             line["time_over_naive"] = line["seconds_median"] / naive["seconds_median"]
+            line["cpu_time_over_naive"] = line["cpu_seconds_median"] / naive["cpu_seconds_median"]
             line["temporaries_over_naive"] = line["temporary_bytes"] / naive["temporary_bytes"]
     device = jax.devices()[0]
     record = {
@@ -306,7 +343,8 @@ def main(options: Options) -> None:
         print(
             f"{line['operator']:32s} {line['form']:10s} {line['seconds_median']:8.3f} s  "
             f"{line['temporary_bytes'] / 2**20:8.0f} MiB  {100 * line['share_of_bound']:3.0f}% of bound  "
-            f"{line.get('time_over_naive', float('nan')):.2f}x naive"
+            f"{line.get('time_over_naive', float('nan')):.2f}x naive, cpu "
+            f"{line.get('cpu_time_over_naive', float('nan')):.2f}x"
         )
 
 
