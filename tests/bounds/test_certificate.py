@@ -377,6 +377,55 @@ def test_padding_changes_nothing() -> None:
     assert parts(wide) == pytest.approx(parts(plain), abs=1e-14)
 
 
+def packed(data: dict[str, Any], sequences_a_row: int) -> dict[str, Any]:
+    """Several sequences a row, their slots shuffled together: segments need not be contiguous."""
+    rows = len(data["log_ratio"]) // sequences_a_row
+    length = data["log_ratio"].shape[1]
+    order = np.random.default_rng(1).permuted(np.tile(np.arange(sequences_a_row * length), (rows, 1)), axis=1)
+    out = {name: np.take_along_axis(data[name].reshape(rows, -1), order, 1) for name in ("log_ratio", "response_mask")}
+    for name in ("sequence_keep", "rewards"):
+        out[name] = np.take_along_axis(np.repeat(data[name], length).reshape(rows, -1), order, 1)
+    ids = np.repeat(np.arange(sequences_a_row) * 7 - 3, length)
+    return {**out, "segment_ids": ids[order]}
+
+
+@pytest.mark.parametrize(("seed", "sequences_a_row"), [(0, 4), (1, 4), (2, 40)])
+def test_packed_rows_are_their_sequences(seed: int, sequences_a_row: int) -> None:
+    data = batch(seed)
+    rows = packed(data, sequences_a_row)
+    one, many = certify(**data, token_kl=np.abs(data["log_ratio"])), certify(**rows, token_kl=np.abs(rows["log_ratio"]))
+    assert (many.n, many.precondition_refuted, many.deviation_cut) == (one.n, True, one.deviation_cut)
+    assert parts(many) == pytest.approx(parts(one), abs=1e-13)  # sums in another order
+    assert many.lower_limit.dtype == np.float64
+
+
+def test_packed_rows_under_jit() -> None:
+    rows = packed(batch(0), 4)
+    exact, traced = certify(**rows), _JITTED(**{name: jnp.asarray(value) for name, value in rows.items()})
+    assert int(traced.n) == exact.n
+    assert parts(traced) == pytest.approx(parts(exact), abs=1e-4)  # float32, as for unpacked rows below
+
+
+def test_packed_rows_read_the_last_response_token() -> None:
+    rows = packed(batch(0), 4)
+    exact = parts(certify(**rows))
+    for row, segment in np.ndindex(10, 4):
+        slots = np.flatnonzero((rows["segment_ids"][row] == segment * 7 - 3) & rows["response_mask"][row])
+        rows["rewards"][row, slots[:-1]] = 55.0
+        rows["sequence_keep"][row, slots[:-1]] ^= True
+    assert parts(certify(**rows)) == exact
+
+
+def test_shapes_of_sequences_are_told() -> None:
+    data, rows = batch(0), packed(batch(0), 4)
+    by_token = {"sequence_keep": np.ones((40, 6), bool), "rewards": np.zeros((40, 6))}
+    with pytest.raises(ValueError, match=r"sequence_keep must be \[B\] = \[40\].*\(not given here\), given \[40, 6\]"):
+        certify(**data | by_token)
+    by_row = {"sequence_keep": np.ones(10, bool), "rewards": np.zeros(10)}
+    with pytest.raises(ValueError, match=r"sequence_keep must be.* \[10, 24\] with segment_ids \(given here\), given"):
+        certify(**rows | by_row)
+
+
 def test_order_of_rows_changes_nothing() -> None:
     data, order = batch(2), np.random.default_rng(0).permutation(40)
     moved = certify(**{name: value[order] for name, value in data.items()})

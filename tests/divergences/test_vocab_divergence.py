@@ -60,14 +60,42 @@ def test_against_float64(scale: float, shift: float) -> None:
     np.testing.assert_allclose(out.rollout_logps, expected["logq"][rows, tokens], rtol=1e-5, atol=2e-6)
 
 
-def test_tiny_divergence_of_a_large_vocabulary() -> None:
-    """KL near 1e-7 over 150,000 tokens: the plain sum of q (log q - log p) is off by more than its value here."""
-    policy, rollout, tokens = pair(2.0, 5e-4, rows=2, vocabulary=150_000)
-    expected = oracle(policy, rollout)
-    assert np.all(expected["kl"] < 3e-7)
-    out = divergences.vocab_divergence(policy, rollout, tokens)
-    np.testing.assert_allclose(out.token_kl, expected["kl"], rtol=1e-2)
-    np.testing.assert_allclose(out.token_tv, expected["tv"], rtol=1e-2)
+VOCABULARY = 151_936  # of Qwen; summing q (log q - log p) in float32 is off by more than the smallest values here
+
+
+def large_logits(family: str, rng: np.random.Generator) -> np.ndarray:
+    z = rng.normal(size=VOCABULARY)  # flat: 11.4 nats
+    if family == "near_deterministic":
+        z[1234] = 19.5  # all but about 1e-3
+    elif family in ("peaked", "constant_offset"):
+        z = 12 - 2.2 * np.log(1 + rng.permutation(VOCABULARY)) + 0.5 * z  # 1.7 nats
+    return z
+
+
+@pytest.mark.parametrize("family", ["peaked", "flat", "near_deterministic", "constant_offset"])
+def test_small_divergences_of_a_large_vocabulary(family: str) -> None:
+    rng = np.random.default_rng(7)
+    rollout = large_logits(family, rng)
+    q = np.exp(rollout - rollout.max())
+    noise = rng.normal(size=VOCABULARY)
+    noise -= q @ noise / q.sum()
+    kl = 0.5 * (q @ noise**2 / q.sum())  # of a small step, in the square of the step
+    tv = 0.5 * (q @ np.abs(noise) / q.sum())  # in the step
+    steps = np.array([np.sqrt(1e-7 / kl), np.sqrt(1e-5 / kl), np.sqrt(1e-3 / kl), 1e-6 / tv])
+    offset = 0.37 if family == "constant_offset" else 0.0
+    policy = (rollout + steps[:, None] * noise + offset).astype(np.float32)
+    rollouts = np.broadcast_to(rollout.astype(np.float32), policy.shape)
+    out, expected = (
+        divergences.vocab_divergence(policy, rollouts, np.full(4, int(q.argmax()))),
+        oracle(policy, rollouts),
+    )
+
+    # Rounded to float32, the logits move by about the last step; the third is not small for near-deterministic rows.
+    assert np.all((np.array([0.5e-7, 0.5e-5, 1e-5]) < expected["kl"][:3]) & (expected["kl"][:3] < 0.01))
+    assert 0.5e-6 < expected["tv"][3] < 2e-6
+    error = np.abs(np.asarray(out.token_kl, float) / expected["kl"] - 1)[:3]
+    assert np.all(error <= [1e-2, 1e-3, 1e-3]), error
+    np.testing.assert_allclose(out.token_tv, expected["tv"], rtol=1e-3)
 
 
 def test_identical_logits_give_exactly_zero() -> None:

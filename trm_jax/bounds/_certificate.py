@@ -9,12 +9,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Real
+from jaxtyping import Bool, Float, Int, Real
 
-from trm_jax.bounds._arrays import Leaf, excess, is_traced, namespace
+from trm_jax.bounds._arrays import Leaf, is_traced, namespace
+from trm_jax.bounds._costs import cost_table, sequences
 from trm_jax.bounds._limits import upper_limits
 from trm_jax.checks import bool_mask, in_range, same_shape
-from trm_jax.numerics import MAX_LOG_RATIO, AnyArray
+from trm_jax.numerics import AnyArray
 
 __all__ = ["Certificate", "Term", "certify"]
 
@@ -91,38 +92,14 @@ def _checked_options(
         in_range("deviation_cuts", cut, low=0.0, high=20.0, low_open=True)
 
 
-def _costs(
-    reward: Any, log_ratio: Any, accepted: Any, deviation_cuts: Sequence[float], ratio_cap: float, xp: Any
-) -> tuple[Any, Any, Any]:
-    """``[B, 3K+2]`` variables whose means count against π_θ, with their ranges.
-
-    K columns of ``-M_c R Σ u_t``, K of ``M_c ψ(U)``, K of ``(1-M_c) R``, then ``R - M R min(ρ, C)`` and ``1 - M``.
-    """
-    cuts = xp.asarray(deviation_cuts, dtype=float)
-    deviations = xp.expm1(xp.minimum(log_ratio, MAX_LOG_RATIO))
-    shift, deviation = xp.sum(deviations, axis=1), xp.sum(xp.abs(deviations), axis=1)
-    product = xp.exp(xp.minimum(xp.sum(log_ratio, axis=1), MAX_LOG_RATIO))
-    inside = accepted[:, None] & (deviation[:, None] <= cuts)
-    columns = [
-        xp.where(inside, -(reward * shift)[:, None], 0.0),
-        excess(xp.where(inside, deviation[:, None], 0.0), xp),
-        xp.where(inside, 0.0, reward[:, None]),
-        (reward - xp.where(accepted, reward * xp.minimum(product, ratio_cap), 0.0))[:, None],
-        xp.where(accepted, 0.0, 1.0)[:, None],
-    ]
-    zero, one = xp.zeros_like(cuts), xp.ones_like(cuts)
-    low = xp.concatenate([-cuts, zero, zero, (1 - ratio_cap) * one[:1], zero[:1]])
-    high = xp.concatenate([cuts, excess(cuts, xp), one, one[:1], one[:1]])
-    return xp.concatenate(columns, axis=1), low, high
-
-
 def certify(
     log_ratio: Float[AnyArray, "B T"],
     response_mask: Bool[AnyArray, "B T"],
-    sequence_keep: Bool[AnyArray, " B"],
-    rewards: Real[AnyArray, " B"],
+    sequence_keep: Bool[AnyArray, "B *T"],
+    rewards: Real[AnyArray, "B *T"],
     *,
     confidence: float = 0.95,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
     token_kl: Float[AnyArray, "B T"] | None = None,
     max_token_kl: float | None = None,
     deviation_cuts: Sequence[float] = (0.0625, 0.25, 1.0),
@@ -169,12 +146,14 @@ def certify(
     the criterion of the mask.
 
     Args:
-      log_ratio: ``[B, T]``, ``policy_logps - rollout_logps``; ``-inf`` means ρ_t = 0. A row with NaN or ``+inf`` at a
-        response token counts as rejected.
-      response_mask: ``[B, T]`` bool. A row without response tokens is padding and does not count.
-      sequence_keep: ``[B]`` bool, M.
-      rewards: ``[B]``, in [0, 1].
+      log_ratio: ``[B, T]``, ``policy_logps - rollout_logps``; ``-inf`` means ρ_t = 0. A sequence with NaN or ``+inf``
+        at a response token counts as rejected.
+      response_mask: ``[B, T]`` bool. A sequence without response tokens is padding and does not count.
+      sequence_keep: M, ``[B]`` bool, or ``[B, T]`` for packed rows.
+      rewards: in [0, 1], ``[B]``, or ``[B, T]`` for packed rows.
       confidence: in (0, 1); a Python number.
+      segment_ids: ``[B, T]`` for packed rows: every segment is a sequence, whose ``sequence_keep`` and reward are read
+        at its last response token.
       token_kl: ``[B, T]``, KL(π_roll ‖ π_θ), nats: only for the precondition.
       max_token_kl: δ in nats, when it is known for every reachable context (from an argument, not from samples).
       deviation_cuts: values of c in (0, 20], fixed beforehand.
@@ -196,20 +175,27 @@ def certify(
     0.22 2000 False
     """
     bool_mask(response_mask=response_mask, sequence_keep=sequence_keep)
-    same_shape(log_ratio=log_ratio, response_mask=response_mask, token_kl=token_kl)
+    shape = same_shape(log_ratio=log_ratio, response_mask=response_mask, token_kl=token_kl, segment_ids=segment_ids)
+    by_sequence = shape if segment_ids is not None else shape[:1]
+    for name, value in (("sequence_keep", sequence_keep), ("rewards", rewards)):
+        if tuple(value.shape) != by_sequence:
+            raise ValueError(
+                f"{name} must be [B] = {list(shape[:1])}, or [B, T] = {list(shape)} with segment_ids "
+                f"({'not ' if segment_ids is None else ''}given here), given {list(value.shape)}"
+            )
     _checked_options(confidence, max_token_kl, deviation_cuts, ratio_cap)
-    xp = namespace(log_ratio, response_mask, sequence_keep, rewards, token_kl)
+    xp = namespace(log_ratio, response_mask, sequence_keep, rewards, segment_ids, token_kl)
     mask = xp.asarray(response_mask)
-    counted = mask.any(axis=1)
-    same_shape(sequence_keep=sequence_keep, rewards=rewards, rows_of_response_mask=counted)
-    if not is_traced(rewards, counted):
-        _refuse_illegal_rewards(rewards, counted)
-    reward = _constant(xp.where(counted, xp.asarray(rewards, dtype=float), 0.0), xp)
     ratios = _constant(xp.where(mask, xp.asarray(log_ratio, dtype=float), 0.0), xp)
-    accepted = counted & xp.asarray(sequence_keep) & (ratios < xp.inf).all(axis=1)  # False for NaN
+    found = sequences(ratios, mask, xp.asarray(sequence_keep), segment_ids, xp)
+    counted = found.counted
+    reward = xp.asarray(rewards, dtype=float).ravel()
+    if not is_traced(reward, counted):
+        _refuse_illegal_rewards(reward, counted)
+    reward = _constant(xp.where(counted, reward, 0.0), xp)
 
     # All means in one table: costs as they are, gains negated.
-    table, low, high = _costs(reward, xp.where(ratios < xp.inf, ratios, 0.0), accepted, deviation_cuts, ratio_cap, xp)
+    table, low, high = cost_table(reward, found, deviation_cuts, ratio_cap, xp)
     cuts = len(deviation_cuts)
     means, limits = upper_limits(table, counted, low=low, high=high, error=(1 - confidence) / (3 * cuts + 2), xp=xp)
     by_cut = -limits[:cuts] - limits[cuts : 2 * cuts] - limits[2 * cuts : 3 * cuts]
@@ -217,7 +203,9 @@ def certify(
     lower = xp.maximum(xp.maximum(by_cut[best], -limits[-2]), -1.0)
     legal = xp.all((reward >= 0) & (reward <= 1))
 
-    refuted = xp.any(counted & ~accepted) | ~xp.all(xp.isfinite(ratios))  # p = 0 at a sampled token: an infinite KL
+    refuted = xp.any(counted & ~found.accepted) | ~xp.all(
+        xp.isfinite(ratios)
+    )  # p = 0 at a sampled token: an infinite KL
     sampled_max = None
     if token_kl is not None:
         kl = _constant(xp.where(mask, xp.asarray(token_kl, dtype=float), 0.0), xp)

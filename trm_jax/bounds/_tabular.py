@@ -1,4 +1,4 @@
-"""The exact oracle: two small tabular autoregressive policies, every sequence enumerated in float64."""
+"""The exact oracle: divergences, returns and the surrogate of two small tabular policies, to the last digit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from trm_jax.bounds._arrays import excess
+from trm_jax.bounds._enumeration import Array, Enumeration, log_ratio
 from trm_jax.checks import in_range
 
-__all__ = ["MAX_SEQUENCES", "TabularPair", "TabularSample"]
-
-MAX_SEQUENCES = 4096
-"""Largest ``V^T`` that is enumerated."""
-
-Array = np.ndarray
+__all__ = ["TabularPair", "TabularSample"]
 
 
 class TabularSample(NamedTuple):
@@ -47,18 +43,8 @@ def _softmax(logits: Array) -> Array:
     return normalised
 
 
-def _log_ratio(q: Array, p: Array) -> Array:
-    """``log(p/q)``, with full relative accuracy when p is near q; ``-inf`` where p = 0, ``+inf`` where only q = 0."""
-    both = (q > 0) & (p > 0)
-    q_safe, p_safe = np.where(both, q, 1.0), np.where(both, p, 1.0)
-    change = (p_safe - q_safe) / q_safe
-    near = np.abs(change) < 0.5
-    finite = np.where(near, np.log1p(np.where(near, change, 0.0)), np.log(p_safe) - np.log(q_safe))
-    return np.where(both, finite, np.where(p > 0, np.inf, -np.inf))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TabularPair:
+class TabularPair(Enumeration):
     """π_roll, π_θ and a reward on sequences of T tokens out of V, with ``V^T <= 4096``: everything exact (float64).
 
     Contexts of position t (0-based here) are numbered by their tokens in base V, first token most significant; so are
@@ -83,30 +69,6 @@ class TabularPair:
     0.25 0.25 0.0 0.25
     """
 
-    rollout: Sequence[Float[Array, "_ V"]]
-    policy: Sequence[Float[Array, "_ V"]]
-    rewards: Float[Array, " N"]
-
-    def __post_init__(self) -> None:
-        length = len(self.rollout)
-        if length < 1 or len(self.policy) != length:
-            raise ValueError(f"both policies need the same T >= 1 positions, given {length} and {len(self.policy)}")
-        size = self.rollout[0].shape[-1]
-        if size**length > MAX_SEQUENCES:
-            raise ValueError(
-                f"V^T must be at most {MAX_SEQUENCES}, given {size}^{length}: every sequence is enumerated"
-            )
-        for name, tables in (("rollout", self.rollout), ("policy", self.policy)):
-            for position, table in enumerate(tables):
-                if table.shape != (size**position, size):
-                    raise ValueError(
-                        f"{name}[{position}] must have shape [{size**position}, {size}], given {list(table.shape)}"
-                    )
-                if not (np.all(table >= 0) and np.allclose(table.sum(axis=1), 1.0, rtol=0, atol=1e-9)):
-                    raise ValueError(f"{name}[{position}] must hold distributions: rows of probabilities that sum to 1")
-        if self.rewards.shape != (size**length,) or not np.all((self.rewards >= 0) & (self.rewards <= 1)):
-            raise ValueError(f"rewards must be [{size**length}] values in [0, 1], one for each sequence")
-
     @classmethod
     def from_logits(
         cls,
@@ -114,7 +76,20 @@ class TabularPair:
         policy_logits: Sequence[Float[Array, "_ V"]],
         rewards: Float[Array, " N"],
     ) -> TabularPair:
-        """The pair whose distributions are softmaxes of these, ``-inf`` allowed (not for a whole row)."""
+        """The pair whose distributions are softmaxes of these, ``-inf`` allowed (not for a whole row).
+
+        Args:
+          rollout_logits: T arrays, ``[V^t, V]`` at position t.
+          policy_logits: likewise.
+          rewards: ``[N]`` in [0, 1].
+
+        Raises:
+          ValueError: as the class.
+
+        >>> pair = TabularPair.from_logits([np.zeros((1, 2))], [np.log([[1.0, 3.0]])], np.array([0.0, 1.0]))
+        >>> print(pair.improvement)
+        0.25
+        """
         rollout = tuple(_softmax(np.asarray(z, dtype=np.float64)) for z in rollout_logits)
         policy = tuple(_softmax(np.asarray(z, dtype=np.float64)) for z in policy_logits)
         return cls(rollout=rollout, policy=policy, rewards=np.asarray(rewards, dtype=np.float64))
@@ -143,84 +118,7 @@ class TabularPair:
         moved = [z + mismatch * rng.normal(size=z.shape) for z in logits]
         return cls.from_logits(logits, moved, rng.random(vocabulary**length))
 
-    @property
-    def length(self) -> int:
-        """T."""
-        return len(self.rollout)
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return int(self.rollout[0].shape[-1])
-
-    # Contexts and sequences.
-
-    @functools.cached_property
-    def sequences(self) -> Int[Array, "N T"]:
-        """All sequences, in the order of ``rewards``."""
-        return np.stack(np.unravel_index(np.arange(len(self.rewards)), (self.vocabulary,) * self.length), axis=1)
-
-    def _contexts(self, tables: Sequence[Array]) -> tuple[Array, ...]:
-        """``d_t``: probability of each context of each position, and of each sequence at the end."""
-        levels = [np.ones(1)]
-        for table in tables:
-            levels.append((levels[-1][:, None] * table).ravel())
-        return tuple(levels)
-
-    @functools.cached_property
-    def rollout_contexts(self) -> tuple[Array, ...]:
-        """``d_t^roll``: T + 1 arrays ``[V^t]``; the last is the distribution of sequences."""
-        return self._contexts(self.rollout)
-
-    @functools.cached_property
-    def policy_contexts(self) -> tuple[Array, ...]:
-        """``d_t^θ``: T + 1 arrays ``[V^t]``; the last is the distribution of sequences."""
-        return self._contexts(self.policy)
-
-    @functools.cached_property
-    def _context_differences(self) -> tuple[Array, ...]:
-        """``d_t^θ - d_t^roll``, summed from small differences."""
-        levels = [np.zeros(1)]
-        for base, q, p in zip(self.rollout_contexts, self.rollout, self.policy, strict=False):
-            levels.append((base[:, None] * (p - q) + levels[-1][:, None] * p).ravel())
-        return tuple(levels)
-
-    @functools.cached_property
-    def _reachable(self) -> tuple[Array, ...]:
-        levels = [np.ones(1, dtype=bool)]
-        for q, p in zip(self.rollout, self.policy, strict=True):
-            levels.append((levels[-1][:, None] & (p + q > 0)).ravel())
-        return tuple(levels)
-
-    def _per_sequence(self, levels: Sequence[Array]) -> Array:
-        """``[N, T]``: at each sequence and position the value of its context."""
-        size = len(self.rewards)
-        return np.stack([np.repeat(level, size // len(level)) for level in levels], axis=1)
-
     # Divergences.
-
-    @functools.cached_property
-    def _context_kl(self) -> tuple[Array, ...]:
-        levels = []
-        for q, p in zip(self.rollout, self.policy, strict=True):
-            log_ratio = _log_ratio(q, p)
-            both = np.isfinite(log_ratio)
-            # Terms q log(q/p) - q + p, none negative: p for a token that only π_θ draws, inf for one of π_roll alone.
-            terms = np.where(both, q * excess(np.where(both, log_ratio, 0.0), np), p)
-            levels.append(np.where(np.any((q > 0) & (p == 0), axis=1), np.inf, terms.sum(axis=1)))
-        return tuple(levels)
-
-    @functools.cached_property
-    def _context_tv(self) -> tuple[Array, ...]:
-        return tuple(0.5 * np.abs(p - q).sum(axis=1) for q, p in zip(self.rollout, self.policy, strict=True))
-
-    def _largest(self, levels: Sequence[Array]) -> float:
-        return float(max(level[seen].max() for level, seen in zip(levels, self._reachable, strict=False)))
-
-    def _expected(self, levels: Sequence[Array]) -> Array:
-        """Per position, E_roll of a context's value; a value of infinity at probability 0 adds nothing."""
-        pairs = zip(self.rollout_contexts, levels, strict=False)
-        return np.array([float(d[d > 0] @ level[d > 0]) for d, level in pairs])
 
     @property
     def max_token_kl(self) -> float:
@@ -306,10 +204,8 @@ class TabularPair:
     @functools.cached_property
     def log_ratio(self) -> Float[Array, "N T"]:
         """``log π_θ - log π_roll`` of each token of each sequence; ``-inf`` where p = 0, ``+inf`` where only q = 0."""
-        levels = []
-        for q, p in zip(self.rollout, self.policy, strict=True):
-            levels.append(_log_ratio(q, p).ravel())
-        return self._per_sequence(levels)
+        pairs = zip(self.rollout, self.policy, strict=True)
+        return self._per_sequence([log_ratio(q, p).ravel() for q, p in pairs])
 
     @functools.cached_property
     def token_kl(self) -> Float[Array, "N T"]:
@@ -352,6 +248,9 @@ class TabularPair:
         Args:
           size: how many.
           seed: of ``numpy.random.default_rng``.
+
+        Returns:
+          ``TabularSample`` of ``size`` sequences.
 
         >>> TabularPair.random(2, 3, seed=0).sample(5, seed=1).log_ratio.shape
         (5, 3)
