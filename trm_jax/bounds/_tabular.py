@@ -54,6 +54,9 @@ class TabularPair(Enumeration):
     Small differences are formed before they are summed, so ``error`` and ``surrogate`` keep their digits for policies
     that nearly agree.
 
+    Methods that take ``sequence_keep`` want ``[N]`` bool, the mask's decision on every sequence, and give expectations
+    under π_roll.
+
     Attributes:
       rollout: T arrays, ``[V^t, V]`` at position t: π_roll, rows that sum to 1.
       policy: likewise π_θ.
@@ -67,6 +70,9 @@ class TabularPair(Enumeration):
     >>> pair = TabularPair(rollout=[half], policy=[np.array([[0.25, 0.75]])], rewards=np.array([0.0, 1.0]))
     >>> print(pair.improvement, pair.surrogate, pair.error, pair.max_token_tv)
     0.25 0.25 0.0 0.25
+    >>> keep = np.array([True, False])
+    >>> print(pair.masked_surrogate(keep), pair.rejected_return(keep), pair.rejection_rate(keep))
+    0.0 0.5 0.5
     """
 
     @classmethod
@@ -105,7 +111,10 @@ class TabularPair(Enumeration):
           length: T.
           seed: of ``numpy.random.default_rng``.
           mismatch: standard deviation of the difference in logits, at least 0; 0 makes the policies equal.
-          spread: standard deviation of π_roll's logits.
+          spread: standard deviation of π_roll's logits, at least 0.
+
+        Raises:
+          ValueError: on an option out of range, or more than 4096 sequences.
 
         >>> print(TabularPair.random(2, 3, seed=0, mismatch=0.0).max_token_kl)
         0.0

@@ -196,6 +196,7 @@ def correct(
     Raises:
       ValueError: when a mask needs a divergence that the batch lacks, when shapes differ, when ``policy_logps`` and
         ``config.numerator`` disagree, or on illegal log-probs under ``non_finite="raise"``.
+      TypeError: on a mask that is not bool.
 
     >>> scored = ScoredBatch(proximal_logps=jnp.array([[-1.0, -1.0]]), rollout_logps=jnp.array([[-1.0, -3.0]]),
     ...                      response_mask=jnp.ones((1, 2), bool))

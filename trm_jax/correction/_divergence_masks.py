@@ -37,6 +37,7 @@ def max_kl_mask(
 
     Raises:
       ValueError: on shapes that differ or a negative threshold.
+      TypeError: on a mask that is not bool.
 
     >>> mask = jnp.ones((2, 2), bool)
     >>> print(max_kl_mask(jnp.array([[0.01, 0.02], [0.01, 0.2]]), mask, threshold=0.05))
@@ -67,6 +68,7 @@ def mean_kl_mask(
 
     Raises:
       ValueError: on shapes that differ or a negative threshold.
+      TypeError: on a mask that is not bool.
 
     >>> mask = jnp.ones((2, 2), bool)
     >>> print(mean_kl_mask(jnp.array([[0.01, 0.02], [0.01, 0.2]]), mask, threshold=0.05))
@@ -97,6 +99,7 @@ def max_tv_mask(
 
     Raises:
       ValueError: on shapes that differ or a threshold outside [0, 1].
+      TypeError: on a mask that is not bool.
 
     >>> print(max_tv_mask(jnp.array([[0.01, 0.02]]), jnp.ones((1, 2), bool), threshold=0.1))
     [ True]
@@ -148,6 +151,7 @@ def sampled_mask(
 
     Raises:
       ValueError: when both thresholds are None, on a negative one, on shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> print(sampled_mask(jnp.array([[0.1, -0.1], [0.1, 2.0]]), jnp.ones((2, 2), bool), max_k2=0.5))
     [ True False]

@@ -90,6 +90,7 @@ def length_neutral_mask(
 
     Raises:
       ValueError: on a threshold out of range or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> log_ratio = jnp.log(jnp.array([[1.1, 1.1, 1.1], [1.1, 3.0, 1.1]]))
     >>> mask = jnp.ones((2, 3), bool)
@@ -126,6 +127,7 @@ def sequence_error_ratio_mask(
 
     Raises:
       ValueError: on a negative threshold or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> log_ratio = jnp.log(jnp.array([[1.1, 0.9], [1.5, 1.0]]))
     >>> print(sequence_error_ratio_mask(log_ratio, jnp.ones((2, 2), bool), threshold=0.15))
@@ -158,6 +160,7 @@ def geometric_mask(
 
     Raises:
       ValueError: on a band that is not one, or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> print(geometric_mask(jnp.log(jnp.array([[1.5], [0.65]])), jnp.ones((2, 1), bool), low=0.6, high=1.4))
     [False  True]
@@ -183,6 +186,7 @@ def token_outlier_mask(
 
     Raises:
       ValueError: on a negative τ or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> print(token_outlier_mask(jnp.array([[0.1, -2.0]]), jnp.ones((1, 2), bool), max_abs_log_ratio=1.0))
     [[ True False]]

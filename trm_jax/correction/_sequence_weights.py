@@ -89,10 +89,11 @@ def sequence_truncated_weights(
       segment_ids: ``[B, T]`` for packed rows; K is then the product over the own segment.
 
     Returns:
-      ``importance_weights`` ``[B, T]`` float32; 0 at masked slots.
+      ``importance_weights`` ``[B, T]`` float32; 0 at masked slots, and on all of a sequence with a NaN or with K = 0.
 
     Raises:
       ValueError: on a cap out of range or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> log_ratio = jnp.log(jnp.array([[1.5, 0.5], [2.0, 2.0]]))
@@ -124,10 +125,11 @@ def sequence_masked_weights(
       segment_ids: ``[B, T]`` for packed rows; K is then the product over the own segment.
 
     Returns:
-      ``importance_weights`` ``[B, T]`` float32; 0 at masked slots.
+      ``importance_weights`` ``[B, T]`` float32; 0 at masked slots, and on all of a sequence with a NaN or with K = 0.
 
     Raises:
       ValueError: on a band that is not one, or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> log_ratio = jnp.log(jnp.array([[1.5, 0.5], [2.0, 2.0]]))
@@ -167,6 +169,7 @@ def geometric_masked_weights(
 
     Raises:
       ValueError: on a band that is not one, an unknown ``token_weight`` or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> print(geometric_masked_weights(jnp.array([[0.02, -0.02], [0.1, 0.1]]), jnp.ones((2, 2), bool)))
     [[1. 1.]

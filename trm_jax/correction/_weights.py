@@ -61,6 +61,7 @@ def unit_weights(log_ratio: Float[AnyArray, "B T"], response_mask: Bool[AnyArray
 
     Raises:
       ValueError: on shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> print(unit_weights(jnp.array([[3.0, 0.0]]), jnp.array([[True, False]])))
     [[1. 0.]]
@@ -84,6 +85,7 @@ def exact_weights(
 
     Raises:
       ValueError: on limits that are not a band, or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> print(np.asarray(exact_weights(jnp.log(jnp.array([[3.0, 0.5]])), jnp.ones((1, 2), bool)), float).round(4))
@@ -110,6 +112,7 @@ def truncated_weights(
 
     Raises:
       ValueError: on a cap out of range or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> print(truncated_weights(jnp.log(jnp.array([[3.0, 0.5]])), jnp.ones((1, 2), bool)))
     [[2.  0.5]]
@@ -135,6 +138,7 @@ def masked_weights(
 
     Raises:
       ValueError: on a band that is not one, or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> print(np.asarray(masked_weights(jnp.log(jnp.array([[1.5, 6.0]])), jnp.ones((1, 2), bool)), float).round(4))
@@ -183,6 +187,7 @@ def bernoulli_kl_weights(
 
     Raises:
       ValueError: on a threshold out of range or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> p, q = jnp.log(jnp.array([[0.6, 0.9]])), jnp.log(jnp.array([[0.5, 0.01]]))
@@ -229,6 +234,7 @@ def calibrated_weights(
 
     Raises:
       ValueError: on a parameter out of range or shapes that differ.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> p, q = jnp.log(jnp.array([[0.9, 0.9]])), jnp.log(jnp.array([[0.9, 0.3]]))

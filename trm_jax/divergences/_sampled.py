@@ -117,6 +117,9 @@ def binary_kl(logp: Float[AnyArray, "*S"], logq: Float[AnyArray, "*S"]) -> Float
     Returns:
       float32, non-negative; ``+inf`` when q = 0 and p > 0; NaN where an input is NaN.
 
+    Raises:
+      ValueError: on shapes that differ.
+
     >>> import numpy as np
     >>> print(np.asarray(binary_kl(jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))), float).round(4))
     [0.1438]
@@ -140,6 +143,9 @@ def binary_tv(logp: Float[AnyArray, "*S"], logq: Float[AnyArray, "*S"]) -> Float
     Returns:
       float32 in [0, 1], relatively accurate when p and q are close; NaN where an input is NaN.
 
+    Raises:
+      ValueError: on shapes that differ.
+
     >>> print(binary_tv(jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))))
     [0.25]
     """
@@ -161,6 +167,9 @@ def log_odds_displacement(
     Returns:
       float32; 0 where both are equal; ``+inf`` when p = 1 or q = 0, ``-inf`` when p = 0 or q = 1; NaN where an input is
       NaN.
+
+    Raises:
+      ValueError: on shapes that differ.
 
     >>> import numpy as np
     >>> print(np.asarray(log_odds_displacement(jnp.log(jnp.array([0.8])), jnp.log(jnp.array([0.5]))), float).round(4))
@@ -186,6 +195,9 @@ def ratio_from_displacement(
     Returns:
       float32; NaN where p = 1 and ``ε = +inf``, which leaves k undetermined.
 
+    Raises:
+      ValueError: on shapes that differ.
+
     >>> import numpy as np
     >>> print(np.asarray(ratio_from_displacement(jnp.log(jnp.array([0.8])), jnp.log(jnp.array([4.0]))), float).round(4))
     [1.6]
@@ -207,6 +219,9 @@ def topk_divergence(
 
     Returns:
       ``TopKDivergence`` of float32 arrays without the last axis; NaN where an input is NaN.
+
+    Raises:
+      ValueError: on shapes that differ.
 
     >>> import numpy as np
     >>> p, q = jnp.log(jnp.array([0.5, 0.25])), jnp.log(jnp.array([0.25, 0.25]))

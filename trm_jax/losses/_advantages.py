@@ -37,6 +37,7 @@ def group_advantages(
 
     Raises:
       ValueError: on shapes that differ, an unknown name, or ``scope="kept"`` without ``sequence_keep``.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> print(np.asarray(group_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([7, 7, 3, 3])), float).round(4))

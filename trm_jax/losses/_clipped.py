@@ -5,18 +5,19 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from trm_jax.checks import in_range
+from trm_jax.checks import in_range, same_shape
 from trm_jax.losses._token_terms import (
     Aggregation,
     Denominator,
     TokenTerms,
+    active_mean,
     aggregate,
     clip_band,
+    log_ratio_to,
     prepare,
-    ratio_aux,
     sequence_log_ratio,
 )
-from trm_jax.numerics import AnyArray, expm1_minus_identity, masked_sum
+from trm_jax.numerics import AnyArray, expm1_minus_identity
 from trm_jax.types import LossTotal
 
 __all__ = ["clipped_surrogate", "gspo"]
@@ -30,13 +31,12 @@ def _clipped(
     unclipped = -terms.advantages * ratio
     clipped = -terms.advantages * jnp.clip(ratio, low, high)
     loss = jnp.maximum(unclipped, clipped)
-    count = jnp.sum(terms.active).astype(jnp.float32)
-    aux = {"clip/fraction": (masked_sum((clipped > unclipped).astype(jnp.float32), terms.active), count)}
+    aux = {"clip/fraction": active_mean(clipped > unclipped, terms)}
     if dual_clip is not None:
         ceiling = -terms.advantages * dual_clip
         bound = (terms.advantages < 0) & (loss > ceiling)
         loss = jnp.where(bound, ceiling, loss)
-        aux["clip/dual_fraction"] = (masked_sum(bound.astype(jnp.float32), terms.active), count)
+        aux["clip/dual_fraction"] = active_mean(bound, terms)
     return terms.weights * loss, aux
 
 
@@ -82,12 +82,15 @@ def clipped_surrogate(
       reference_coef: β at least 0 of the penalty ``β k3(π_ref/π_θ)`` on every kept token.
 
     Returns:
-      ``LossTotal``: add totals and denominators over microbatches, then divide. With nothing kept the total is 0, with
-      zero gradients. ``aux`` holds clip fraction, mean and largest ratio and k3 of the update over the kept tokens.
+      ``LossTotal``, float32: add totals and denominators over microbatches, then divide. With nothing kept the total is
+      0, with zero gradients. Log-ratios beyond ±60 count as ±60, without gradient. A NaN at a kept token makes the
+      total NaN; what stands at other slots is not looked at. ``aux`` holds clip fraction, mean and largest ratio and k3
+      of the update over the kept tokens.
 
     Raises:
       ValueError: on shapes that differ, a range or name that is not legal, ``reference_coef`` without
         ``reference_logps``.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> loss = clipped_surrogate(jnp.log(jnp.array([[0.75]])), jnp.log(jnp.array([[0.5]])), jnp.array([-1.0]),
@@ -100,10 +103,10 @@ def clipped_surrogate(
         proximal_logps,
         advantages,
         response_mask,
-        importance_weights=importance_weights,
-        sequence_keep=sequence_keep,
-        token_keep=token_keep,
-        segment_ids=segment_ids,
+        importance_weights,
+        sequence_keep,
+        token_keep,
+        segment_ids,
     )
     loss, aux = _clipped(jnp.exp(terms.log_ratio), terms, clip_low, clip_high, dual_clip)
     reference_coef = in_range("reference_coef", reference_coef, low=0.0, high_open=True)
@@ -113,30 +116,11 @@ def clipped_surrogate(
             ": a penalty needs both, no penalty neither"
         )
     if reference_logps is not None:
-        reference = prepare(
-            policy_logps,
-            reference_logps,
-            advantages,
-            response_mask,
-            importance_weights=importance_weights,
-            sequence_keep=sequence_keep,
-            token_keep=token_keep,
-            segment_ids=segment_ids,
-        )
-        penalty = expm1_minus_identity(-reference.log_ratio)
+        same_shape(reference_logps=reference_logps, response_mask=response_mask)
+        penalty = expm1_minus_identity(-log_ratio_to(reference_logps, terms.policy_logps, terms.active))
         loss = loss + reference_coef * penalty
-        aux["kl/reference_k3_mean"] = (
-            masked_sum(penalty, terms.active),
-            jnp.sum(terms.active).astype(jnp.float32),
-        )
-    return aggregate(
-        loss,
-        terms,
-        aggregation=aggregation,
-        denominator=denominator,
-        constant_length=constant_length,
-        aux=aux | ratio_aux(terms),
-    )
+        aux["kl/reference_k3_mean"] = active_mean(penalty, terms)
+    return aggregate(loss, terms, aggregation, denominator, constant_length, aux)
 
 
 def gspo(
@@ -179,6 +163,7 @@ def gspo(
 
     Raises:
       ValueError: on shapes that differ, a range or name that is not legal.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> loss = gspo(jnp.array([[0.2, 0.0]]) - 1, jnp.array([[0.0, 0.0]]) - 1, jnp.array([-1.0]), jnp.ones((1, 2), bool))
@@ -190,17 +175,10 @@ def gspo(
         proximal_logps,
         advantages,
         response_mask,
-        importance_weights=importance_weights,
-        sequence_keep=sequence_keep,
-        token_keep=token_keep,
-        segment_ids=segment_ids,
+        importance_weights,
+        sequence_keep,
+        token_keep,
+        segment_ids,
     )
     loss, aux = _clipped(jnp.exp(sequence_log_ratio(terms)), terms, clip_low, clip_high, dual_clip)
-    return aggregate(
-        loss,
-        terms,
-        aggregation=aggregation,
-        denominator=denominator,
-        constant_length=constant_length,
-        aux=aux | ratio_aux(terms),
-    )
+    return aggregate(loss, terms, aggregation, denominator, constant_length, aux)

@@ -23,7 +23,18 @@ from trm_jax.numerics import (
 )
 from trm_jax.types import LossTotal
 
-__all__ = ["Aggregation", "Denominator", "TokenTerms", "aggregate", "clip_band", "prepare", "ratio_aux"]
+__all__ = [
+    "Aggregation",
+    "Denominator",
+    "TokenTerms",
+    "active_mean",
+    "aggregate",
+    "clip_band",
+    "log_ratio_to",
+    "prepare",
+    "sequence_log_ratio",
+]
+
 
 Aggregation: TypeAlias = Literal["token_mean", "sequence_mean", "constant_length"]
 Denominator: TypeAlias = Literal["original", "kept"]
@@ -56,7 +67,6 @@ def prepare(
     proximal_logps: AnyArray,
     advantages: AnyArray,
     response_mask: AnyArray,
-    *,
     importance_weights: AnyArray | None,
     sequence_keep: AnyArray | None,
     token_keep: AnyArray | None,
@@ -86,16 +96,21 @@ def prepare(
         weights = jax.lax.stop_gradient(as_float32(importance_weights))
         active = active & (weights != 0)
     policy = jnp.where(active, as_float32(policy_logps), 0.0)
-    proximal = jnp.where(active, jax.lax.stop_gradient(as_float32(proximal_logps)), 0.0)
     return TokenTerms(
         active=active,
         policy_logps=policy,
-        log_ratio=jnp.clip(policy - proximal, -MAX_LOG_RATIO, MAX_LOG_RATIO),
+        log_ratio=log_ratio_to(proximal_logps, policy, active),
         advantages=jnp.where(active, over_tokens(jax.lax.stop_gradient(as_float32(advantages)), mask), 0.0),
         weights=jnp.where(active, weights, 0.0),
         response_mask=mask,
         segment_ids=None if segment_ids is None else jnp.asarray(segment_ids),
     )
+
+
+def log_ratio_to(logps: AnyArray, policy: Float[Array, "B T"], active: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Of the policy to constant log-probs, within ±60, 0 at inactive slots."""
+    constant = jnp.where(active, jax.lax.stop_gradient(as_float32(logps)), 0.0)
+    return jnp.clip(policy - constant, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clip_band(clip_low: float, clip_high: float) -> tuple[float, float]:
@@ -112,13 +127,14 @@ def clip_band(clip_low: float, clip_high: float) -> tuple[float, float]:
 def aggregate(
     token_loss: Float[Array, "B T"],
     terms: TokenTerms,
-    *,
     aggregation: Aggregation,
     denominator: Denominator,
     constant_length: int | None,
-    aux: dict[str, tuple[Array, Array]],
+    aux: dict[str, tuple[Array, Array]] | None = None,
 ) -> LossTotal:
     """Sum and count of the token losses; totals and denominators add over any split of the batch into rows.
+
+    ``aux`` gets the ratio and the divergence of the update besides.
 
     * token_mean: Σ over tokens / number of tokens.
     * sequence_mean: Σ over sequences of the mean over their tokens / number of sequences.
@@ -140,18 +156,26 @@ def aggregate(
     else:
         total = jnp.sum(loss)
         count = jnp.sum(sequence_ends(counted, terms.segment_ids)) * (constant_length or loss.shape[1])
-    return LossTotal(total=total, denominator=count.astype(jnp.float32), aux=jax.lax.stop_gradient(aux))
+    return LossTotal(
+        total=total, denominator=count.astype(jnp.float32), aux=jax.lax.stop_gradient((aux or {}) | _ratio_aux(terms))
+    )
 
 
-def ratio_aux(terms: TokenTerms) -> dict[str, tuple[Array, Array]]:
-    """Ratio and divergence of the update over the active tokens."""
-    count = jnp.sum(terms.active).astype(jnp.float32)
+def active_mean(values: Array, terms: TokenTerms) -> tuple[Array, Array]:
+    """Total and count of float or bool values over the active tokens."""
+    return masked_sum(values.astype(jnp.float32), terms.active), jnp.sum(terms.active).astype(jnp.float32)
+
+
+def _ratio_aux(terms: TokenTerms) -> dict[str, tuple[Array, Array]]:
     ratio = jnp.exp(terms.log_ratio)
     return {
-        "ratio/update_mean": (masked_sum(ratio, terms.active), count),
+        "ratio/update_mean": active_mean(ratio, terms),
         "max/update_ratio": (masked_max(ratio, terms.active), jnp.float32(1.0)),
-        "kl/update_k3_mean": (masked_sum(expm1_minus_identity(terms.log_ratio), terms.active), count),
-        "tokens/active_fraction": (count, jnp.sum(terms.response_mask).astype(jnp.float32)),
+        "kl/update_k3_mean": active_mean(expm1_minus_identity(terms.log_ratio), terms),
+        "tokens/active_fraction": (
+            jnp.sum(terms.active).astype(jnp.float32),
+            jnp.sum(terms.response_mask).astype(jnp.float32),
+        ),
     }
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Real
 
 from trm_jax.checks import in_range, same_shape
-from trm_jax.losses._token_terms import Aggregation, Denominator, aggregate, clip_band, prepare, ratio_aux
-from trm_jax.numerics import AnyArray, as_float32, masked_sum
+from trm_jax.losses._token_terms import Aggregation, Denominator, active_mean, aggregate, clip_band, prepare
+from trm_jax.numerics import AnyArray, as_float32
 from trm_jax.types import LossTotal
 
 __all__ = ["cispo", "dppo", "masked_surrogate"]
@@ -47,10 +47,11 @@ def masked_surrogate(
       segment_ids: ``[B, T]`` for packed rows.
 
     Returns:
-      ``LossTotal``, as ``clipped_surrogate``; log-ratios beyond ±60 count as ±60, without gradient.
+      ``LossTotal``, as ``clipped_surrogate``.
 
     Raises:
       ValueError: on shapes that differ or a name that is not legal.
+      TypeError: on a mask that is not bool.
 
     >>> zeros = jnp.zeros((2, 3))
     >>> loss = masked_surrogate(zeros, zeros, jnp.ones(2), jnp.ones((2, 3), bool), jnp.array([True, False]))
@@ -62,20 +63,13 @@ def masked_surrogate(
         rollout_logps,
         advantages,
         response_mask,
-        importance_weights=importance_weights,
-        sequence_keep=sequence_keep,
-        token_keep=token_keep,
-        segment_ids=segment_ids,
+        importance_weights,
+        sequence_keep,
+        token_keep,
+        segment_ids,
     )
     loss = -terms.weights * terms.advantages * jnp.exp(terms.log_ratio)
-    return aggregate(
-        loss,
-        terms,
-        aggregation=aggregation,
-        denominator=denominator,
-        constant_length=constant_length,
-        aux=ratio_aux(terms),
-    )
+    return aggregate(loss, terms, aggregation, denominator, constant_length)
 
 
 def cispo(
@@ -118,6 +112,7 @@ def cispo(
 
     Raises:
       ValueError: on shapes that differ, a range or name that is not legal.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> loss = cispo(jnp.array([[-1.0]]), jnp.array([[-2.0]]), jnp.array([1.0]), jnp.ones((1, 1), bool))
@@ -129,10 +124,10 @@ def cispo(
         proximal_logps,
         advantages,
         response_mask,
-        importance_weights=importance_weights,
-        sequence_keep=sequence_keep,
-        token_keep=token_keep,
-        segment_ids=segment_ids,
+        importance_weights,
+        sequence_keep,
+        token_keep,
+        segment_ids,
     )
     low, high = clip_band(clip_low, clip_high)
     ratio = jnp.exp(jax.lax.stop_gradient(terms.log_ratio))
@@ -140,16 +135,8 @@ def cispo(
     possible = possible | jnp.isnan(terms.policy_logps)
     scale = jnp.where(possible, terms.weights * terms.advantages * jnp.clip(ratio, low, high), 0.0)
     loss = -scale * jnp.where(possible, terms.policy_logps, 0.0)
-    outside = ((ratio < low) | (ratio > high)).astype(jnp.float32)
-    aux = {"clip/fraction": (masked_sum(outside, terms.active), jnp.sum(terms.active).astype(jnp.float32))}
-    return aggregate(
-        loss,
-        terms,
-        aggregation=aggregation,
-        denominator=denominator,
-        constant_length=constant_length,
-        aux=aux | ratio_aux(terms),
-    )
+    aux = {"clip/fraction": active_mean((ratio < low) | (ratio > high), terms)}
+    return aggregate(loss, terms, aggregation, denominator, constant_length, aux)
 
 
 def dppo(
@@ -193,6 +180,7 @@ def dppo(
 
     Raises:
       ValueError: on shapes that differ, a range or name that is not legal.
+      TypeError: on a mask that is not bool.
 
     >>> import numpy as np
     >>> logp, logq = jnp.log(jnp.array([[0.9, 0.6]])), jnp.log(jnp.array([[0.5, 0.5]]))
@@ -205,10 +193,10 @@ def dppo(
         proximal_logps,
         advantages,
         response_mask,
-        importance_weights=importance_weights,
-        sequence_keep=sequence_keep,
-        token_keep=token_keep,
-        segment_ids=segment_ids,
+        importance_weights,
+        sequence_keep,
+        token_keep,
+        segment_ids,
     )
     threshold = in_range("threshold", threshold, low=0.0)
     if token_divergence is None:
@@ -221,13 +209,5 @@ def dppo(
     away = jnp.where(terms.advantages > 0, terms.log_ratio > 0, terms.log_ratio < 0)
     masked = away & ~(distance <= threshold)
     loss = jnp.where(masked, 0.0, -terms.weights * terms.advantages * jnp.exp(terms.log_ratio))
-    count = jnp.sum(terms.active).astype(jnp.float32)
-    aux = {"clip/fraction": (masked_sum(masked.astype(jnp.float32), terms.active), count)}
-    return aggregate(
-        loss,
-        terms,
-        aggregation=aggregation,
-        denominator=denominator,
-        constant_length=constant_length,
-        aux=aux | ratio_aux(terms),
-    )
+    aux = {"clip/fraction": active_mean(masked, terms)}
+    return aggregate(loss, terms, aggregation, denominator, constant_length, aux)
