@@ -200,3 +200,11 @@ def test_a_job_that_has_only_begun_is_a_table_of_dashes(tmp_path: Path):
     data = collect(tmp_path)
     assert data.arms[0].runs == ()
     assert "* zero mismatch: not run" in _table(data)
+
+
+def test_an_arm_without_a_role_is_no_problem(job: Job):
+    root = job()
+    _change(root / "run.json", arms=[{"name": "plain", "slug": "zero", "role": ""}])
+    data = collect(root)
+    assert data.arms[0].role is None
+    assert not [problem for problem in data.problems if "role" in problem]

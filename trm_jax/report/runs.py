@@ -147,7 +147,7 @@ def _listed_arm(entry: Any, index: int, root: Path, problems: list[str]) -> Arm 
         problems.append(f"Arm {index} of run.json has no usable slug and is left out: {entry!r}.")
         return None
     name = str(entry.get("name") or slug)
-    role = entry.get("role")
+    role = entry.get("role") or None  # an arm without a role is written with an empty one
     if role is not None and role not in get_args(Role):
         problems.append(f"{name}: unknown role {role!r} in run.json (known: {', '.join(get_args(Role))}).")
         role = None
