@@ -53,10 +53,21 @@ def take_token(values: Array, tokens: Array) -> Array:
 
 
 def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -> Softmax:
-    """Normaliser, entropy and token log-prob of float32 logits; ``-inf`` logits are outside the support.
+    """``lse = log Σ_v e^(z_v)``, ``H = lse - Σ_v π_v z_v`` and ``log π(y) = z_y - lse`` of ``π = softmax(z)``.
 
     The most likely tokens stay out of the sum that is added to 1, so that log-probs and entropies of nearly
     deterministic rows keep their relative accuracy.
+
+    Args:
+      logits: ``[..., V]`` float32, the temperature already divided out; ``-inf`` marks tokens outside the support.
+      tokens: ``[...]`` token ids in ``[0, V)``.
+
+    Returns:
+      ``Softmax``, nats; NaN where a logit is NaN. A row without any token has ``logsumexp = -inf`` and entropy 0.
+
+    >>> out = softmax_statistics(jnp.log(jnp.array([[1.0, 3.0, 0.0]])), jnp.array([1]))
+    >>> [round(float(x[0]), 4) for x in (out.logsumexp, out.entropy, out.logps)]  # log 4, H(1/4, 3/4), log 3/4
+    [1.3863, 0.5623, -0.2877]
     """
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
     empty = top == -jnp.inf
@@ -84,7 +95,22 @@ def logits_divergence(
     *,
     with_tv: bool,
 ) -> VocabDivergence:
-    """``vocab_divergence`` on float32 logits that contain the temperature; the form that the fused operators share."""
+    """``vocab_divergence`` on float32 logits that contain the temperature; the form that the fused operators share.
+
+    Args:
+      policy_logits: ``[..., V]`` float32; ``-inf`` marks tokens outside the support.
+      rollout_logits: ``[..., V]`` float32, likewise.
+      tokens: ``[...]`` sampled token ids in ``[0, V)``.
+      with_tv: also the total variation, by a second pass, which makes KL more accurate as well (static).
+
+    Returns:
+      ``VocabDivergence`` as ``vocab_divergence``; ``token_tv`` is None without ``with_tv``.
+
+    >>> logits = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75]))
+    >>> out = logits_divergence(*logits, jnp.array(0), with_tv=False)
+    >>> print(round(float(out.token_kl), 4), out.token_tv)
+    0.1308 None
+    """
     policy = softmax_statistics(policy_logits, tokens)
     rollout = softmax_statistics(rollout_logits, tokens)
     in_policy, in_rollout = policy_logits > -jnp.inf, rollout_logits > -jnp.inf
@@ -154,7 +180,8 @@ def vocab_divergence(
 
     Returns:
       ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that
-      the policy cannot; identical logits give exactly 0; a NaN logit gives NaN.
+      the policy cannot; identical logits give exactly 0; a NaN logit gives NaN. Over 151,936 tokens KL and TV are right
+      to 2e-5 of their values from KL = 1e-7 on (``experiments/divergence_accuracy``).
 
     Raises:
       ValueError: on shapes that do not match or a temperature that is not positive.
