@@ -93,6 +93,14 @@ def _reduce_rows(sums: list[Array], counts: list[Array], maxima: list[Array]) ->
     return [jnp.where(jnp.isfinite(total), total + rest, total) for total, rest in pairs] + totals[2 * len(sums) :]
 
 
+def _of_segments(total: Callable[..., Array], values: list[Array], segment_ids: AnyArray) -> list[Array]:
+    """The totals of each segment, from one scatter for all arrays."""
+    if not values:
+        return []
+    every = jnp.ones(values[0].shape, bool)
+    return list(jax.vmap(lambda array: total(array, every, segment_ids))(jnp.stack(values)))
+
+
 def evaluate(
     statistics: Mapping[str, Statistic],
     response_mask: Bool[AnyArray, "B T"],
@@ -100,7 +108,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """The value of every statistic, from one reduction over T.
 
-    Packed rows take one scatter a total instead: segments need not be contiguous, so there is no axis to reduce over.
+    Packed rows take scatters instead: segments need not be contiguous, so there is no axis to reduce over.
     """
     mask = jnp.asarray(response_mask)
     sums, sum_tree = jax.tree.flatten({name: s.sums for name, s in statistics.items()})
@@ -109,9 +117,8 @@ def evaluate(
     if segment_ids is None:
         totals = _reduce_rows(sums, counts, maxima)
     else:
-        every = jnp.ones_like(mask)
-        totals = [sequence_sum(values, every, segment_ids) for values in [*sums, *counts]]
-        totals += [sequence_max(values, every, segment_ids) for values in maxima]
+        totals = [*_of_segments(sequence_sum, sums, segment_ids), *_of_segments(sequence_sum, counts, segment_ids)]
+        totals += _of_segments(sequence_max, maxima, segment_ids)
     first, last = len(sums), len(sums) + len(counts)
     added = jax.tree.unflatten(sum_tree, totals[:first])
     counted, tokens = jax.tree.unflatten(count_tree, [n.astype(jnp.float32) for n in totals[first:last]])
