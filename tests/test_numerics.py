@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +83,12 @@ def test_segment_index_is_equal_exactly_for_equal_ids() -> None:
         np.testing.assert_array_equal(row[:, None] == row, named[:, None] == named)
     assert index.min() >= 0
     assert index.max() < ids.shape[1]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bool])
+def test_segment_ids_must_be_integers(dtype: type) -> None:
+    with pytest.raises(TypeError, match=f"must be integers, given dtype {np.dtype(dtype)}"):
+        inspect.unwrap(numerics.segment_index)(np.zeros((2, 3), dtype))  # without the run-time types of the tests
 
 
 def test_segment_statistics_of_packed_rows() -> None:

@@ -113,8 +113,14 @@ def masked_max(
 
 
 def segment_index(segment_ids: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
-    """Arbitrary ids renamed, row by row, into ``[0, T)``: equal ids share a number. Segments need not be contiguous."""
+    """Arbitrary ids renamed, row by row, into ``[0, T)``: equal ids share a number. Segments need not be contiguous.
+
+    Raises:
+      TypeError: on ids that are not integers.
+    """
     ids = jnp.asarray(segment_ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids of segments and groups must be integers, given dtype {ids.dtype}: number them instead")
     return jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row))(ids).astype(jnp.int32)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Real
 from trm_jax.bounds._arrays import Leaf, is_traced, namespace
 from trm_jax.bounds._costs import cost_table, sequences
 from trm_jax.bounds._limits import upper_limits
-from trm_jax.checks import bool_mask, in_range, same_shape
+from trm_jax.checks import bool_mask, in_range, same_shape, shape_of
 from trm_jax.numerics import AnyArray
 
 __all__ = ["Certificate", "Term", "certify"]
@@ -176,15 +176,15 @@ def certify(
     >>> print(f"{certificate.lower_limit:.2f} {certificate.n} {certificate.precondition_holds}")  # the truth is 0.25
     0.22 2000 True
     """
-    bool_mask(response_mask=response_mask, sequence_keep=sequence_keep)
     shape = same_shape(log_ratio=log_ratio, response_mask=response_mask, token_kl=token_kl, segment_ids=segment_ids)
     by_sequence = shape if segment_ids is not None else shape[:1]
     for name, value in (("sequence_keep", sequence_keep), ("rewards", rewards)):
-        if tuple(value.shape) != by_sequence:
+        if shape_of(name, value) != by_sequence:
             raise ValueError(
                 f"{name} must be [B] = {list(shape[:1])}, or [B, T] = {list(shape)} with segment_ids "
                 f"({'not ' if segment_ids is None else ''}given here), given {list(value.shape)}"
             )
+    bool_mask(response_mask=response_mask, sequence_keep=sequence_keep)
     _checked_options(confidence, max_token_kl, deviation_cuts, ratio_cap)
     xp = namespace(log_ratio, response_mask, sequence_keep, rewards, segment_ids, token_kl)
     mask = xp.asarray(response_mask)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from trm_jax.checks import in_range, same_shape
+from trm_jax.checks import in_range, same_shape, shape_of
 from trm_jax.numerics import AnyArray, expm1_minus_identity
 from trm_jax.types import VocabDivergence
 
@@ -48,8 +48,9 @@ class Softmax(NamedTuple):
 
 
 def take_token(values: Array, tokens: Array) -> Array:
-    """``values[..., tokens]`` along the last axis."""
-    return jnp.take_along_axis(values, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
+    """``values[..., tokens]`` along the last axis; NaN (True) for an id outside it, a negative one too."""
+    legal = jnp.where(tokens < 0, values.shape[-1], tokens)  # which is filled, not wrapped around
+    return jnp.take_along_axis(values, legal[..., None].astype(jnp.int32), axis=-1)[..., 0]
 
 
 def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -> Softmax:
@@ -175,7 +176,7 @@ def vocab_divergence(
     Args:
       policy_logits: ``[..., V]``, before the temperature; ``-inf`` marks tokens outside the support (top-k, top-p).
       rollout_logits: ``[..., V]``, likewise; the two supports may differ.
-      tokens: ``[...]`` sampled token ids in ``[0, V)``.
+      tokens: ``[...]`` sampled token ids in ``[0, V)``; any other gives NaN log-probs and divergences.
       temperature: positive; both logits are divided by it.
 
     Returns:
@@ -185,14 +186,19 @@ def vocab_divergence(
 
     Raises:
       ValueError: on shapes that do not match or a temperature that is not positive.
+      TypeError: on tokens that are not integers.
 
     >>> out = vocab_divergence(jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75])), jnp.array(0))
     >>> [round(float(x), 4) for x in (out.token_kl, out.token_tv, out.policy_logps)]
     [0.1308, 0.25, -0.6931]
     """
     shape = same_shape(policy_logits=policy_logits, rollout_logits=rollout_logits)
-    if tuple(tokens.shape) != shape[:-1]:
+    if not shape or shape[-1] == 0:
+        raise ValueError(f"logits must be [..., V], with V at least 1, given {list(shape)}")
+    if shape_of("tokens", tokens) != shape[:-1]:
         raise ValueError(f"tokens must be {list(shape[:-1])}, the logits without their last axis, given {tokens.shape}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, given dtype {tokens.dtype}: pass token ids")
     temperature = in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
     policy = jnp.asarray(policy_logits).astype(jnp.float32) / temperature
     rollout = jnp.asarray(rollout_logits).astype(jnp.float32) / temperature
