@@ -57,3 +57,11 @@ def test_accuracy_is_that_of_the_committed_table() -> None:
 def test_cost_is_that_of_the_committed_measurements(device: str, words: str) -> None:
     ratios = [result["ratio"] for result in committed(f"correction_cost/{device}.json")["results"]]
     assert words.format(f"{max(ratios):.2f}") in PAGE.replace("\n", " ")
+
+
+def test_bytes_beside_eager_frameworks_are_those_of_the_committed_measurements() -> None:
+    results = committed("correction_cost/cpu.json")["results"]
+    times = [r[form]["eager_bytes"] / r["compiled_bytes"] for r in results for form in ("numpy", "torch")]
+    assert f"move {min(times):.0f} to {max(times):.0f} times as many bytes" in PAGE.replace("\n", " ")
+    least = [r["jit"]["least_ms"] / 1e3 for r in results]
+    assert f"{min(least):.1f} to {max(least):.1f} s on two busy cores" in PAGE.replace("\n", " ")
