@@ -19,6 +19,16 @@ def test_same_shape_leaves_out_none() -> None:
     assert checks.same_shape(a=np.zeros((2, 3)), b=None) == (2, 3)
 
 
+@pytest.mark.parametrize("given", [[0.0, 1.0], (0.0, 1.0)])
+def test_shape_of_refuses_lists(given: object) -> None:
+    message = rf"rewards must be an array, given a {type(given).__name__}: pass jax.numpy.asarray\(rewards\)"
+    with pytest.raises(TypeError, match=message):
+        checks.shape_of("rewards", given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=message):
+        checks.same_shape(token_kl=np.zeros(2), rewards=given)  # type: ignore[arg-type]
+    assert checks.shape_of("threshold", 0.5) == ()
+
+
 def test_bool_mask_refuses_numbers() -> None:
     with pytest.raises(TypeError, match=r"response_mask must be bool .* given dtype float64"):
         checks.bool_mask(response_mask=np.ones(3))

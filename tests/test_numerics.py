@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,12 @@ def test_segment_index_is_equal_exactly_for_equal_ids() -> None:
     assert index.max() < ids.shape[1]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, bool])
+def test_segment_ids_must_be_integers(dtype: type) -> None:
+    with pytest.raises(TypeError, match=f"must be integers, given dtype {np.dtype(dtype)}"):
+        inspect.unwrap(numerics.segment_index)(np.zeros((2, 3), dtype))  # without the run-time types of the tests
+
+
 def test_segment_statistics_of_packed_rows() -> None:
     rng = np.random.default_rng(2)
     values, mask = garbled(rng, (4, 12))
@@ -101,6 +109,34 @@ def test_segment_statistics_of_packed_rows() -> None:
             np.testing.assert_allclose(got["max"][b, t], own.max() if own.size else -np.inf, rtol=1e-6)
             behind = ((ids[b] == ids[b, t]) & mask[b])[t + 1 :].sum()
             assert got["after"][b, t] == behind
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_sums_are_right_to_float32_at_any_length(compiled: bool) -> None:
+    rng = np.random.default_rng(5)
+    values = np.stack([np.full(6000, -1e-3), rng.normal(size=6000), 10.0 ** rng.uniform(-30, 20, 6000)])
+    values, ids = values.astype(np.float32), rng.integers(0, 2, size=(3, 6000))
+    mask = rng.random((3, 6000)) < 0.9
+    function = jax.jit(numerics.sequence_sum) if compiled else numerics.sequence_sum
+    got = np.asarray(function(values, mask, ids))
+    for row, segment in np.ndindex(3, 2):
+        own = values[row][(ids[row] == segment) & mask[row]].astype(np.float64)
+        want = np.full((ids[row] == segment).sum(), own.sum())
+        # The result is a float32; the digits that the coarse parts lack are 2e-7 of the largest sum of absolute values.
+        np.testing.assert_allclose(got[row][ids[row] == segment], want, rtol=1.2e-7, atol=1e-9 * np.abs(own).sum())
+    for odd in (np.inf, -np.inf, np.nan):
+        values[0, 0], mask[0, 0] = odd, True
+        got = np.asarray(function(values, mask, ids))
+        np.testing.assert_array_equal(got[0][ids[0] == ids[0, 0]], odd)
+        assert np.isfinite(got[0][ids[0] != ids[0, 0]]).all()
+
+
+def test_packed_sums_have_the_gradient_of_a_sum() -> None:
+    ids = np.array([[1, 2, 1, 2]])
+    weights = np.array([[1.0, 2.0, 3.0, 5.0]])  # of the sum at each slot: segment 1 gets 1 + 3, segment 2 gets 2 + 5
+    mask = np.array([[True, True, True, False]])
+    gradient = jax.grad(lambda v: jnp.sum(weights * numerics.sequence_sum(v, mask, ids)))(jnp.array([[0.3, 7, -2, 1]]))
+    np.testing.assert_array_equal(gradient, [[4, 7, 4, 0]])
 
 
 def test_sequence_ends_mark_each_sequence_once() -> None:

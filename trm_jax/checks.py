@@ -11,7 +11,23 @@ import jax.numpy as jnp
 
 from trm_jax.numerics import AnyArray
 
-__all__ = ["bool_mask", "in_range", "known_name", "ordered", "same_shape"]
+__all__ = ["bool_mask", "in_range", "known_name", "ordered", "same_shape", "shape_of"]
+
+
+def shape_of(name: str, array: AnyArray) -> tuple[int, ...]:
+    """The shape of an array, of a Python number too.
+
+    Raises:
+      TypeError: on a list or a tuple, which would be an array on the host at every call.
+
+    >>> shape_of("rewards", [0.0, 1.0])
+    Traceback (most recent call last):
+      ...
+    TypeError: rewards must be an array, given a list: pass jax.numpy.asarray(rewards)
+    """
+    if isinstance(array, (list, tuple)):
+        raise TypeError(f"{name} must be an array, given a {type(array).__name__}: pass jax.numpy.asarray({name})")
+    return tuple(jnp.shape(array))
 
 
 def same_shape(**arrays: AnyArray | None) -> tuple[int, ...]:
@@ -19,12 +35,13 @@ def same_shape(**arrays: AnyArray | None) -> tuple[int, ...]:
 
     Raises:
       ValueError: when two shapes differ; the message lists every name with its shape.
+      TypeError: on a list or a tuple.
 
     >>> import numpy as np
     >>> same_shape(token_kl=np.zeros((2, 3)), response_mask=np.ones((2, 3), bool))
     (2, 3)
     """
-    shapes = {name: tuple(jnp.shape(array)) for name, array in arrays.items() if array is not None}
+    shapes = {name: shape_of(name, array) for name, array in arrays.items() if array is not None}
     if len(set(shapes.values())) > 1:
         given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ValueError(f"these arrays must have one shape, given {given}: align them to the same response positions")

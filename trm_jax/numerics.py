@@ -113,20 +113,46 @@ def masked_max(
 
 
 def segment_index(segment_ids: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
-    """Arbitrary ids renamed, row by row, into ``[0, T)``: equal ids share a number. Segments need not be contiguous."""
+    """Arbitrary ids renamed, row by row, into ``[0, T)``: equal ids share a number. Segments need not be contiguous.
+
+    Raises:
+      TypeError: on ids that are not integers.
+    """
     ids = jnp.asarray(segment_ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids of segments and groups must be integers, given dtype {ids.dtype}: number them instead")
     return jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row))(ids).astype(jnp.int32)
 
 
+def _coarse_and_fine(values: Float[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Two parts of each value whose sum it is, such that float32 adds the coarse parts of a row without rounding."""
+    finite = jnp.isfinite(values)
+    usual = jnp.where(finite, values, 0.0)
+    # Next to an offset above every partial sum, float32 keeps only digits that all partial sums can hold.
+    offset = jax.lax.stop_gradient(2.0 * values.shape[1] * jnp.max(jnp.abs(usual), axis=1, keepdims=True, initial=0.0))
+    coarse = (usual + offset) - offset
+    return jnp.where(finite, coarse, values), usual - coarse
+
+
 def sequence_sum(
-    values: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
+    values: Float[AnyArray, "B T"] | Bool[AnyArray, "B T"],
+    mask: Bool[AnyArray, "B T"],
+    segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> Float[Array, "B *T"]:
-    """Sum of each sequence over its True slots."""
-    kept = masked_values(values, mask)
+    """Sum of each sequence over its True slots; of flags, how many are True."""
+    kept = jnp.where(jnp.asarray(mask), jnp.asarray(values).astype(jnp.float32), 0.0)
     if segment_ids is None:
         return jnp.sum(kept, axis=1)
     index = segment_index(segment_ids)
-    sums = jax.vmap(lambda v, i: jnp.zeros_like(v).at[i].add(v))(kept, index)
+
+    def scattered(part: Array) -> Array:
+        return jax.vmap(lambda v, i: jnp.zeros_like(v).at[i].add(v))(part, index)
+
+    if values.dtype == jnp.bool_:
+        sums = scattered(kept)
+    else:  # a scatter adds one by one, and its rounding grows with the length
+        coarse, fine = map(scattered, _coarse_and_fine(kept))
+        sums = coarse + fine
     return jnp.take_along_axis(sums, index, axis=1)
 
 
@@ -134,7 +160,7 @@ def sequence_count(
     mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
 ) -> Float[Array, "B *T"]:
     """Number of True slots of each sequence."""
-    return sequence_sum(jnp.ones(mask.shape, jnp.float32), mask, segment_ids)
+    return sequence_sum(mask, mask, segment_ids)
 
 
 def sequence_mean(

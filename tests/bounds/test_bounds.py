@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -178,8 +179,10 @@ def test_illegal_inputs_are_named() -> None:
         bounds.adaptive_bound(np.array([0.1]))
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         bounds.adaptive_bound(np.array([0.1, 1.1]), max_token_kl=0.1)
-    with pytest.raises(ValueError, match="at least one position"):
+    with pytest.raises(ValueError, match=r"\[T\], with T at least 1, given shape \[0\]"):
         bounds.adaptive_bound(np.zeros(0), max_token_kl=0.1)
+    with pytest.raises(ValueError, match=r"\[T\], with T at least 1, given shape \[2, 3\]"):
+        inspect.unwrap(bounds.adaptive_bound)(np.zeros((2, 3)), max_token_kl=0.1)  # without the run-time types
     with pytest.raises(ValueError, match="no divergence was given"):
         bounds.advantage_bound()
     with pytest.raises(ValueError, match="no divergence was given"):

@@ -271,31 +271,34 @@ def test_an_improvement_can_be_proven() -> None:
 
 
 def test_precondition_is_refuted_by_any_rejection() -> None:
+    # Theorem 4.2: where the precondition holds nothing is rejected, so one rejection is enough, whatever was stated.
     sample = TabularPair.random(2, 3, seed=0, mismatch=0.01).sample(50, seed=0)
     keep = np.ones(50, bool)
+    assert certify(**arguments(sample, keep)).precondition_holds is True
     keep[17] = False
-    certificate = certify(**arguments(sample, keep), token_kl=sample.token_kl, max_token_kl=1.0)
-    assert certificate.precondition_holds is False
-    assert certificate.precondition_refuted is True
+    for stated in ({}, {"token_kl": sample.token_kl, "max_token_kl": 1.0}):
+        certificate = certify(**arguments(sample, keep), **stated)
+        assert certificate.precondition_holds is False
+        assert certificate.precondition_stated is bool(stated)
 
 
-def test_precondition_is_never_concluded_from_samples() -> None:
+def test_precondition_is_never_proven_by_samples() -> None:
     pair = TabularPair.random(2, 3, seed=0, mismatch=0.01)
     sample = pair.sample(50, seed=0)
     data = arguments(sample, np.ones(50, bool))
     certificate = certify(**data, token_kl=sample.token_kl)
-    assert (certificate.precondition_holds, certificate.precondition_refuted) == (False, False)
+    assert (certificate.precondition_holds, certificate.precondition_stated) == (True, False)
     assert certificate.sampled_max_token_kl == sample.token_kl.max() <= pair.max_token_kl
     assert certify(**data).sampled_max_token_kl is None
     # None of 50 rejected: what can be said is a rate. m = 11 means: 1 - (0.05/22)^(1/50) = 0.114617
     assert float(certificate.terms["rejection_rate"].limit) == pytest.approx(0.114617, abs=1e-6)
     # With δ stated for all contexts it stands until a sample contradicts it.
     stated = certify(**data, token_kl=sample.token_kl, max_token_kl=pair.max_token_kl)
-    assert (stated.precondition_holds, stated.precondition_refuted) == (True, False)
+    assert (stated.precondition_holds, stated.precondition_stated) == (True, True)
     assert stated.lower_limit == certificate.lower_limit  # and the limit does not lean on it
     below = 0.99 * sample.token_kl.max()
     contradicted = certify(**data, token_kl=sample.token_kl, max_token_kl=below)
-    assert (contradicted.precondition_holds, contradicted.precondition_refuted) == (False, True)
+    assert (contradicted.precondition_holds, contradicted.precondition_stated) == (False, True)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -324,7 +327,8 @@ def test_a_rare_context_is_not_proven_away() -> None:
     sample = pair.sample(1000, seed=0)
     certificate = certify(**arguments(sample, sample.token_kl.max(axis=1) <= 1e-3), token_kl=sample.token_kl)
     assert certificate.sampled_max_token_kl == 0.0 < pair.max_token_kl
-    assert certificate.precondition_holds is False
+    # It holds in the sample, and is false: nobody stated it, and the rate says how little the sample knows.
+    assert (certificate.precondition_holds, certificate.precondition_stated) == (True, False)
     assert 1e-6 < certificate.terms["rejection_rate"].limit < 0.01
 
 
@@ -372,7 +376,7 @@ def test_padding_changes_nothing() -> None:
     for name in ("sequence_keep", "rewards"):
         padded[name][:rows] = data[name]
     wide = certify(**padded, token_kl=np.abs(padded["log_ratio"]))
-    assert (wide.n, wide.precondition_refuted) == (plain.n, plain.precondition_refuted)
+    assert (wide.n, wide.precondition_holds) == (plain.n, plain.precondition_holds)
     assert float(wide.lower_limit) == pytest.approx(float(plain.lower_limit), abs=1e-14)
     assert parts(wide) == pytest.approx(parts(plain), abs=1e-14)
 
@@ -394,7 +398,7 @@ def test_packed_rows_are_their_sequences(seed: int, sequences_a_row: int) -> Non
     data = batch(seed)
     rows = packed(data, sequences_a_row)
     one, many = certify(**data, token_kl=np.abs(data["log_ratio"])), certify(**rows, token_kl=np.abs(rows["log_ratio"]))
-    assert (many.n, many.precondition_refuted, many.deviation_cut) == (one.n, True, one.deviation_cut)
+    assert (many.n, many.precondition_holds, many.deviation_cut) == (one.n, False, one.deviation_cut)
     assert parts(many) == pytest.approx(parts(one), abs=1e-13)  # sums in another order
     assert many.lower_limit.dtype == np.float64
 
@@ -449,7 +453,9 @@ def test_jit_equals_eager_equals_float64() -> None:
     eager, traced = certify(**arrays), _JITTED(**arrays)
     assert isinstance(traced.lower_limit, jax.Array)
     assert (int(traced.n), traced.confidence) == (exact.n, exact.confidence)
-    assert bool(traced.precondition_refuted) == bool(eager.precondition_refuted) == exact.precondition_refuted
+    assert bool(traced.precondition_holds) == bool(eager.precondition_holds) == exact.precondition_holds
+    whole = {**arrays, "log_ratio": jnp.zeros_like(arrays["log_ratio"]), "sequence_keep": jnp.ones(40, bool)}
+    assert bool(_JITTED(**whole).precondition_holds)
     for name in NAMES:
         np.testing.assert_allclose(traced.terms[name].limit, eager.terms[name].limit, atol=2e-6)
         # float32 against float64: 1e-4 of limits of order 1, whose roots are found by halving

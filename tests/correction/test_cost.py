@@ -14,9 +14,6 @@ from trm_jax.types import ScoredBatch
 
 SHAPE = (512, 8192)
 FULL = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
-# Weights and token_keep both come from the log-probs here. The CPU's compiler does not fuse kernels of several results
-# (the TPU's does), so it reads 37.7 MB three times and writes 21 MB, over 58.7 MB.
-ALLOWED = {"token_mask": 2.3}
 
 
 def size(tree: object) -> int:
@@ -37,7 +34,7 @@ def moved(name: str) -> float:
     return float(compiled.cost_analysis()["bytes accessed"]) / size((scored, outputs))
 
 
-@pytest.mark.parametrize("name", ["cis", "seq_tis", "trm_combined + tis"])
+@pytest.mark.parametrize("name", ["cis", "token_mask + seq_tis", "trm_combined + tis"])
 def test_twice_the_minimum_at_most(name: str) -> None:
     assert moved(name) <= 2.0
 
@@ -45,4 +42,4 @@ def test_twice_the_minimum_at_most(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*correction.presets, "trm_combined + trm_sample + ser + geometric + cis"])
 def test_every_preset(name: str) -> None:
-    assert moved(name) <= ALLOWED.get(name, 2.0)
+    assert moved(name) <= 2.0

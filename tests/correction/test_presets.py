@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -64,6 +65,15 @@ def test_presets_cannot_be_changed_and_are_hashable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         correction.presets["cis"].weight = "tis"
     assert len({hash(config) for config in correction.presets.values()}) == len(set(correction.presets.values()))
+
+
+def test_a_threshold_is_a_number() -> None:
+    for name, value in (("tis_cap", None), ("exact_high", None), ("mean_token_kl", "0.1")):
+        config = copy.copy(correction.preset("tis"))
+        object.__setattr__(config, name, value)  # past the run-time types of the tests
+        with pytest.raises(ValueError, match=f"{name} must be a number, given {value!r}"):
+            config.__post_init__()
+    assert correction.CorrectionConfig(max_k2=None, sentinel=None).max_k2 is None
 
 
 def test_masks_may_come_as_a_list() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,3 +229,21 @@ def test_refused_inputs() -> None:
         divergences.vocab_divergence(z, z, jnp.zeros(3, int))
     with pytest.raises((ValueError, TypeError)):
         divergences.vocab_divergence(z, jnp.zeros((2, 4)), jnp.zeros(2, int))
+    unchecked = inspect.unwrap(divergences.vocab_divergence)  # without the run-time types of the tests
+    with pytest.raises(TypeError, match="tokens must be integers, given dtype float32"):
+        unchecked(z, z, jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"logits must be \[..., V\], with V at least 1, given \[2, 0\]"):
+        unchecked(z[:, :0], z[:, :0], jnp.zeros(2, int))
+    with pytest.raises(ValueError, match=r"tokens must be \[2\]"):
+        unchecked(z, z, jnp.zeros(3, int))
+
+
+@pytest.mark.parametrize("token", [-1, -100, 3, 1000])
+def test_a_token_that_does_not_exist_gives_nan(token: int) -> None:
+    z, other = jnp.array([[0.0, 1.0, 2.0]]), jnp.array([[0.5, 0.0, 2.0]])
+    out = divergences.vocab_divergence(z, other, jnp.array([token]))
+    want = divergences.vocab_divergence(z, other, jnp.array([2]))
+    for name in ("policy_logps", "rollout_logps", "token_kl", "token_tv"):
+        assert jnp.isnan(getattr(out, name)[0]), name
+    for name in ("policy_entropy", "rollout_entropy"):
+        np.testing.assert_allclose(getattr(out, name), getattr(want, name), rtol=1e-6, err_msg=name)

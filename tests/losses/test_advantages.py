@@ -89,6 +89,13 @@ def test_constant_for_the_gradient() -> None:
     np.testing.assert_array_equal(grad, 0.0)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+def test_the_scale_of_rewards_does_not_matter(scale: float) -> None:
+    rewards, groups = np.array([1.0, 0.0, 1.0, 0.5]), np.zeros(4, int)
+    want = losses.group_advantages(rewards, groups)
+    np.testing.assert_allclose(losses.group_advantages(scale * rewards, groups), want, rtol=1e-6)
+
+
 def test_refused_inputs() -> None:
     with pytest.raises(ValueError, match="scope='kept' needs sequence_keep"):
         losses.group_advantages(REWARDS, ONE_GROUP, scope="kept")

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from trm_jax.bounds._arrays import Scalar, Value, capped, coupled_shift, is_traced, namespace, pinsker_shift
+from trm_jax.checks import shape_of
 from trm_jax.numerics import AnyArray
 
 __all__ = ["adaptive_bound"]
@@ -43,9 +44,10 @@ def adaptive_bound(
     if max_token_kl is None and max_token_tv is None:
         raise ValueError("adaptive_bound needs max_token_kl, max_token_tv or both (the hybrid), given neither")
     xp = namespace(mean_token_tv_by_position, max_token_kl, max_token_tv)
-    length = mean_token_tv_by_position.shape[0]
-    if length == 0:
-        raise ValueError("mean_token_tv_by_position must hold at least one position, given shape [0]")
+    shape = shape_of("mean_token_tv_by_position", mean_token_tv_by_position)
+    if len(shape) != 1 or shape == (0,):
+        raise ValueError(f"mean_token_tv_by_position must be [T], with T at least 1, given shape {list(shape)}")
+    length = shape[0]
     if not is_traced(mean_token_tv_by_position):
         known = np.asarray(mean_token_tv_by_position, dtype=float)
         if not np.all((known >= 0) & (known <= 1)):

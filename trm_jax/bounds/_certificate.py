@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Real
 from trm_jax.bounds._arrays import Leaf, is_traced, namespace
 from trm_jax.bounds._costs import cost_table, sequences
 from trm_jax.bounds._limits import upper_limits
-from trm_jax.checks import bool_mask, in_range, same_shape
+from trm_jax.checks import bool_mask, in_range, same_shape, shape_of
 from trm_jax.numerics import AnyArray
 
 __all__ = ["Certificate", "Term", "certify"]
@@ -44,10 +44,12 @@ class Certificate:
     Attributes:
       lower_limit: lower limit on ``J(π_θ) - J(π_roll)``, in [-1, 1]; above 0 it proves an improvement. It never rests
         on the precondition of TRM Theorem 4.2.
-      precondition_holds: bool. True only when the caller *stated* δ for every reachable context (``max_token_kl``),
-        nothing was rejected and no sample contradicts δ. Samples alone never make it True.
-      precondition_refuted: bool. True when a sample contradicts the precondition. False proves nothing: up to
-        ``terms["rejection_rate"].limit`` of all sequences may still violate it.
+      precondition_holds: bool. The precondition of TRM Theorem 4.2 holds in the sample: there is a sequence, none was
+        rejected, no divergence is infinite or NaN, none exceeds δ where it is stated. False: it has failed, and (3) of
+        the theorem must not be claimed. True is no proof: up to ``terms["rejection_rate"].limit`` of all sequences may
+        still violate it.
+      precondition_stated: bool. δ was stated for every reachable context (``max_token_kl``). Only where this and
+        ``precondition_holds`` are both True does (3) of the theorem stand: ``J(π_θ) - J(π_roll) >= L'(π_θ) - B*``.
       terms: name → ``Term``. ``masked_surrogate``, ``accepted_error`` and ``rejected_return`` (at ``deviation_cut``),
         ``accepted_gain``, ``rejection_rate``: see ``certify``.
       deviation_cut: the cut c whose limit is the largest.
@@ -59,7 +61,7 @@ class Certificate:
 
     lower_limit: Leaf
     precondition_holds: Leaf
-    precondition_refuted: Leaf
+    precondition_stated: bool = dataclasses.field(metadata={"static": True})
     terms: dict[str, Term]
     deviation_cut: Leaf
     sampled_max_token_kl: Leaf | None
@@ -155,7 +157,7 @@ def certify(
       segment_ids: ``[B, T]`` for packed rows: every segment is a sequence, whose ``sequence_keep`` and reward are read
         at its last response token.
       token_kl: ``[B, T]``, KL(π_roll ‖ π_θ), nats: only for the precondition.
-      max_token_kl: δ in nats, when it is known for every reachable context (from an argument, not from samples).
+      max_token_kl: δ in nats, when an argument (not a sample) gives it for every reachable context.
       deviation_cuts: values of c in (0, 20], fixed beforehand.
       ratio_cap: C in (1, 1e6], fixed beforehand.
 
@@ -172,17 +174,17 @@ def certify(
     >>> log_ratio = np.where(rng.random((2000, 1)) < 0.5, np.log(1.5), np.log(0.5))
     >>> certificate = certify(log_ratio, np.ones((2000, 1), bool), np.ones(2000, bool), (log_ratio[:, 0] > 0) * 1.0)
     >>> print(f"{certificate.lower_limit:.2f} {certificate.n} {certificate.precondition_holds}")  # the truth is 0.25
-    0.22 2000 False
+    0.22 2000 True
     """
-    bool_mask(response_mask=response_mask, sequence_keep=sequence_keep)
     shape = same_shape(log_ratio=log_ratio, response_mask=response_mask, token_kl=token_kl, segment_ids=segment_ids)
     by_sequence = shape if segment_ids is not None else shape[:1]
     for name, value in (("sequence_keep", sequence_keep), ("rewards", rewards)):
-        if tuple(value.shape) != by_sequence:
+        if shape_of(name, value) != by_sequence:
             raise ValueError(
                 f"{name} must be [B] = {list(shape[:1])}, or [B, T] = {list(shape)} with segment_ids "
                 f"({'not ' if segment_ids is None else ''}given here), given {list(value.shape)}"
             )
+    bool_mask(response_mask=response_mask, sequence_keep=sequence_keep)
     _checked_options(confidence, max_token_kl, deviation_cuts, ratio_cap)
     xp = namespace(log_ratio, response_mask, sequence_keep, rewards, segment_ids, token_kl)
     mask = xp.asarray(response_mask)
@@ -212,11 +214,11 @@ def certify(
         refuted = refuted | ~xp.all(xp.isfinite(kl)) | xp.any(kl > (xp.inf if max_token_kl is None else max_token_kl))
         sampled_max = xp.max(kl, initial=0.0)
     number = xp.sum(counted)
-    holds = (max_token_kl is not None) & (number > 0) & ~refuted
+    holds = (number > 0) & ~refuted
     return Certificate(
         lower_limit=xp.where(legal, lower, xp.nan)[()],
         precondition_holds=bool(holds) if xp is np else holds,
-        precondition_refuted=bool(refuted) if xp is np else refuted,
+        precondition_stated=max_token_kl is not None,
         terms={
             "masked_surrogate": Term(estimate=-means[best], limit=-limits[best], side="lower"),
             "accepted_error": Term(estimate=means[cuts + best], limit=limits[cuts + best], side="upper"),

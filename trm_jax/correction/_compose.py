@@ -141,6 +141,21 @@ def _sequence_mask(mask: MaskName, scored: ScoredBatch, log_ratio: Array, config
     raise AssertionError(f"{mask} is not a sequence mask")
 
 
+def _written_together(weights: Array, keep: Array) -> tuple[Array, Array]:
+    """Both arrays, unchanged, from one reading of what they are computed from.
+
+    A reduction is the only operation of several results into which the CPU's compiler fuses what it reads. The axis
+    that is reduced holds each array once, beside padding of the neutral element that nobody computes.
+    """
+    pairs = [jnp.pad(x[None], ((0, 1), (0, 0), (0, 0))) for x in (weights, keep)]
+
+    def combine(left: list[Array], right: list[Array]) -> list[Array]:
+        return [left[0] + right[0], left[1] | right[1]]
+
+    together, kept = jax.lax.reduce(pairs, [jnp.float32(0.0), jnp.bool_(False)], combine, dimensions=(0,))
+    return together, kept
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def _correct(scored: ScoredBatch, numerator_logps: Array, *, config: CorrectionConfig) -> CorrectedBatch:
     """Two passes over the log-probs: totals of every sequence, then what stands at every token."""
@@ -161,13 +176,17 @@ def _correct(scored: ScoredBatch, numerator_logps: Array, *, config: CorrectionC
     # The compiler would otherwise share what both passes compute by writing it out and reading it again.
     logps, rollout_logps, mask = jax.lax.optimization_barrier((numerator_logps, scored.rollout_logps, response))
     written = _tokens(logps, rollout_logps, mask, config)
+    importance_weights = written.weights * over_tokens(factors, written.weights)
+    token_keep = written.keep & over_tokens(kept["non_finite"], response)
+    if "token_outlier" in config.masks:  # otherwise token_keep needs no log-probs
+        importance_weights, token_keep = _written_together(importance_weights, token_keep)
     ends = results["totals"].tokens > 0 if segments is None else sequence_ends(response, segments)
     decided = SequenceDecisions(ends, sequence_keep, {name: ~keep for name, keep in kept.items()}, factors, bound)
     return jax.lax.stop_gradient(
         CorrectedBatch(
             sequence_keep=sequence_keep,
-            token_keep=written.keep & over_tokens(kept["non_finite"], response),
-            importance_weights=written.weights * over_tokens(factors, written.weights),
+            token_keep=token_keep,
+            importance_weights=importance_weights,
             metrics=metrics_from_totals(results["totals"], decided),
         )
     )

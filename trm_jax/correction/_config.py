@@ -100,9 +100,13 @@ class CorrectionConfig:
         """Validates every field, used or not: a typo in an unused threshold would wait for the day it is used."""
         object.__setattr__(self, "masks", tuple(self.masks))
         for field in dataclasses.fields(self):
-            if isinstance(field.default, float) and getattr(self, field.name) is not None:
-                # An int, a NumPy or a JAX scalar: the configuration must stay hashable and equal to its like.
-                object.__setattr__(self, field.name, float(getattr(self, field.name)))
+            value = getattr(self, field.name)
+            if not isinstance(field.default, float) or (value is None and "None" in str(field.type)):
+                continue
+            if value is None or isinstance(value, str):
+                raise ValueError(f"{field.name} must be a number, given {value!r}")
+            # An int, a NumPy or a JAX scalar: the configuration must stay hashable and equal to its like.
+            object.__setattr__(self, field.name, float(value))
         for mask in self.masks:
             known_name("masks entry", mask, get_args(MaskName))
         if len(set(self.masks)) != len(self.masks):

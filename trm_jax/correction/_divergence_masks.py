@@ -24,7 +24,7 @@ def max_kl_mask(
     threshold: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> Bool[Array, "B *T"]:
-    """``max_t D_KL(c_t) <= δ`` (TRM 4.1, trm_max).
+    """``max_t D_KL(c_t) <= δ`` (TRM 4.3, trm_max).
 
     Args:
       token_kl: ``[B, T]`` full-vocabulary KL(π_roll ‖ π_θ), nats.
@@ -55,7 +55,7 @@ def mean_kl_mask(
     threshold: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> Bool[Array, "B *T"]:
-    """``(1/T) Σ_t D_KL(c_t) <= δ_avg`` (TRM 4.1, trm_avg).
+    """``(1/T) Σ_t D_KL(c_t) <= δ_avg`` (TRM 4.3, trm_avg).
 
     Args:
       token_kl: ``[B, T]`` full-vocabulary KL(π_roll ‖ π_θ), nats.
@@ -86,7 +86,7 @@ def max_tv_mask(
     threshold: float,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> Bool[Array, "B *T"]:
-    """``max_t D_TV(c_t) <= ε`` (TRM 4.1, trm_tv): certifies a small total variation directly.
+    """``max_t D_TV(c_t) <= ε`` (TRM 4.3, trm_tv): certifies a small total variation directly.
 
     Args:
       token_tv: ``[B, T]`` full-vocabulary total variation, in [0, 1].

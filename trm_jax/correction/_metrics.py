@@ -109,8 +109,7 @@ def token_quantities(
                 nan = legal & jnp.isnan(values)
                 flags[f"{name}/nan"] = nan
                 maxima[name] = masked_values(values, legal & ~nan, -jnp.inf)
-    sums |= {name: flag.astype(jnp.float32) for name, flag in flags.items()}
-    return Statistic(sums=sums, maxima=maxima, value=lambda totals: totals)
+    return Statistic(sums=sums, counts=flags, maxima=maxima, value=lambda totals: totals)
 
 
 def metrics_from_totals(totals: Totals, decided: SequenceDecisions) -> Metrics:
@@ -126,19 +125,20 @@ def metrics_from_totals(totals: Totals, decided: SequenceDecisions) -> Metrics:
         top = jnp.max(masked_values(values, decided.ends, -jnp.inf), initial=-jnp.inf)
         return jnp.where(top > -jnp.inf, top, 0.0), (top > -jnp.inf).astype(jnp.float32)
 
-    sums, maxima = totals.sums, totals.maxima
+    sums, counts, maxima = totals.sums, totals.counts, totals.maxima
     tokens, everything = total(totals.tokens), sequences(decided.ends)
-    legal = tokens - total(sums["refused"])
-    finite = total(sums["finite"])
+    legal = tokens - total(counts["refused"])
+    finite = total(counts["finite"])
     weighted = decided.factor > 0
+    capped = jnp.where(decided.bound, counts["positive"], counts["capped"])
     metrics = {
         "sequences/kept_fraction": (sequences(decided.keep), everything),
-        "tokens/kept_fraction": (total(sums["kept"], decided.keep), tokens),
+        "tokens/kept_fraction": (total(counts["kept"], decided.keep), tokens),
         "ratio/raw_mean": (total(sums["ratio"]), finite),
         "weight/applied_mean": (total(sums["weight"] * decided.factor), legal),
         "weight/applied_mean_square": (total(sums["weight_square"] * jnp.square(decided.factor)), legal),
-        "weight/capped_fraction": (total(jnp.where(decided.bound, sums["positive"], sums["capped"]), weighted), legal),
-        "weight/dropped_fraction": (legal - total(sums["positive"], weighted), legal),
+        "weight/capped_fraction": (total(capped, weighted), legal),
+        "weight/dropped_fraction": (legal - total(counts["positive"], weighted), legal),
         "kl/k1_mean": (-total(sums["log_ratio"]), finite),
         "kl/k3_mean": (total(sums["k3"]), finite),
     }
@@ -148,22 +148,22 @@ def metrics_from_totals(totals: Totals, decided: SequenceDecisions) -> Metrics:
     metrics["max/ratio"] = (jnp.where(count > 0, safe_exp(ratio), 0.0), count)
     furthest, count = largest(maxima["abs_log_ratio"])
     metrics["max/k2"] = (0.5 * jnp.square(furthest), count)
-    has_weight = decided.ends & weighted & (sums["positive"] > 0)
+    has_weight = decided.ends & weighted & (counts["positive"] > 0)
     metrics["max/weight"] = largest(jnp.where(has_weight, maxima["weight"] * decided.factor, -jnp.inf))
     smallest, count = largest(jnp.where(has_weight, maxima["minus_weight"] * decided.factor, -jnp.inf))
     metrics["min/weight"] = (-smallest, count)
 
     for name, short in (_DIVERGENCES | _ENTROPIES).items():
         if name in sums:
-            metrics[short] = (total(sums[name]), total(sums[f"{name}/known"]))
+            metrics[short] = (total(sums[name]), total(counts[f"{name}/known"]))
         if name in maxima:
             metrics[f"max/{name}"] = largest(maxima[name])
-            metrics[f"illegal/{name}_nan_fraction"] = (total(sums[f"{name}/nan"]), legal)
+            metrics[f"illegal/{name}_nan_fraction"] = (total(counts[f"{name}/nan"]), legal)
     for kind in (*_ILLEGAL, "proximal_zero", "rollout_zero"):
-        metrics[f"illegal/{kind}_fraction"] = (total(sums[kind]), tokens)
+        metrics[f"illegal/{kind}_fraction"] = (total(counts[kind]), tokens)
 
     # A sequence with an illegal or impossible token has no mean log-prob.
-    usable = (sums["refused"] + sums["proximal_zero"] + sums["rollout_zero"] == 0) & decided.ends
+    usable = (counts["refused"] + counts["proximal_zero"] + counts["rollout_zero"] == 0) & decided.ends
     count = sequences(usable)
     for name in ("proximal", "rollout"):
         metrics[f"logps/{name}_mean"] = (total(totals.mean(sums[name]), usable), count)

@@ -174,7 +174,7 @@ def geometric_mask(
 def token_outlier_mask(
     log_ratio: Float[AnyArray, "B T"], response_mask: Bool[AnyArray, "B T"], *, max_abs_log_ratio: float
 ) -> Bool[Array, "B T"]:
-    """``|log ρ_t| <= τ``, token by token: a baseline that leaves the trust region violated (TRM 3.5), not a TRM.
+    """``|log ρ_t| <= τ``, token by token: a baseline that leaves the trust region violated (TRM 4.1), not a TRM.
 
     Args:
       log_ratio: ``[B, T]`` ``policy_logps - rollout_logps``.

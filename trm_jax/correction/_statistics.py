@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax.checks import bool_mask, same_shape
@@ -27,11 +28,13 @@ class Totals(NamedTuple):
 
     Attributes:
       sums: in the structure in which they were asked for.
+      counts: likewise.
       maxima: likewise.
       tokens: number of response tokens.
     """
 
     sums: Any
+    counts: Any
     maxima: Any
     tokens: Float[Array, "B *T"]
 
@@ -46,23 +49,56 @@ class Statistic(NamedTuple):
     Attributes:
       value: from the totals of ``sums`` and ``maxima`` to the result, ``[B]`` (``[B, T]`` for packed rows).
       sums: pytree of ``[B, T]`` float32 values to be added up, 0 at masked slots.
+      counts: pytree of ``[B, T]`` flags to be counted, False at masked slots.
       maxima: pytree of ``[B, T]`` float32 values whose maximum is taken, ``-inf`` at masked slots.
     """
 
     value: Callable[[Totals], Any]
     sums: Any = ()
+    counts: Any = ()
     maxima: Any = ()
 
 
 @functools.cache  # a new function each time would be a new reduction to the compiler
-def _add_and_compare(sums: int) -> Callable[[list[Array], list[Array]], list[Array]]:
-    """Adds the first ``sums`` of the paired values and takes the maximum of the others."""
+def _combine(sums: int, counts: int) -> Callable[[list[Array], list[Array]], list[Array]]:
+    """Adds paired sums, what their rounding lost, and counts, in this order; takes the maximum of everything behind."""
 
     def combine(left: list[Array], right: list[Array]) -> list[Array]:
         pairs = list(zip(left, right, strict=True))
-        return [a + b for a, b in pairs[:sums]] + [jnp.maximum(a, b) for a, b in pairs[sums:]]
+        totals, lost = [], []
+        for (a, b), (lost_a, lost_b) in zip(pairs[:sums], pairs[sums : 2 * sums], strict=True):
+            total = a + b
+            shared = total - a
+            totals.append(total)
+            lost.append(lost_a + lost_b + ((a - (total - shared)) + (b - shared)))  # Knuth's TwoSum
+        added = [a + b for a, b in pairs[2 * sums : 2 * sums + counts]]
+        return totals + lost + added + [jnp.maximum(a, b) for a, b in pairs[2 * sums + counts :]]
 
     return combine
+
+
+def _reduce_rows(sums: list[Array], counts: list[Array], maxima: list[Array]) -> list[Array]:
+    """Totals over T, in the order of the arguments.
+
+    A compiler may add thousands of tokens one by one; with what each addition rounds away added up beside it, every sum
+    is right to float32, whatever the order.
+    """
+    lost = [jnp.zeros_like(values) for values in sums]
+    counted = [flags.astype(jnp.int32) for flags in counts]
+    start = [np.float32(0)] * (2 * len(sums)) + [np.int32(0)] * len(counts) + [np.float32(-np.inf)] * len(maxima)
+    operands = [*sums, *lost, *counted, *maxima]
+    totals = jax.lax.reduce(operands, start, _combine(len(sums), len(counts)), dimensions=(1,))
+    pairs = zip(totals[: len(sums)], totals[len(sums) : 2 * len(sums)], strict=True)
+    # Beside an infinite or undefined sum stands no rounding, but NaN.
+    return [jnp.where(jnp.isfinite(total), total + rest, total) for total, rest in pairs] + totals[2 * len(sums) :]
+
+
+def _of_segments(total: Callable[..., Array], values: list[Array], segment_ids: AnyArray) -> list[Array]:
+    """The totals of each segment, from one scatter for all arrays."""
+    if not values:
+        return []
+    every = jnp.ones(values[0].shape, bool)
+    return list(jax.vmap(lambda array: total(array, every, segment_ids))(jnp.stack(values)))
 
 
 def evaluate(
@@ -72,21 +108,22 @@ def evaluate(
 ) -> dict[str, Any]:
     """The value of every statistic, from one reduction over T.
 
-    Packed rows take one scatter a total instead: segments need not be contiguous, so there is no axis to reduce over.
+    Packed rows take scatters instead: segments need not be contiguous, so there is no axis to reduce over.
     """
     mask = jnp.asarray(response_mask)
-    sums, sum_tree = jax.tree.flatten(({name: s.sums for name, s in statistics.items()}, mask.astype(jnp.float32)))
+    sums, sum_tree = jax.tree.flatten({name: s.sums for name, s in statistics.items()})
+    counts, count_tree = jax.tree.flatten(({name: s.counts for name, s in statistics.items()}, mask))
     maxima, max_tree = jax.tree.flatten({name: s.maxima for name, s in statistics.items()})
     if segment_ids is None:
-        start = [jnp.float32(0.0)] * len(sums) + [jnp.float32(-jnp.inf)] * len(maxima)
-        totals = jax.lax.reduce([*sums, *maxima], start, _add_and_compare(len(sums)), dimensions=(1,))
+        totals = _reduce_rows(sums, counts, maxima)
     else:
-        every = jnp.ones_like(mask)
-        totals = [sequence_sum(values, every, segment_ids) for values in sums]
-        totals += [sequence_max(values, every, segment_ids) for values in maxima]
-    added, count = jax.tree.unflatten(sum_tree, totals[: len(sums)])
-    largest = jax.tree.unflatten(max_tree, totals[len(sums) :])
-    return {name: s.value(Totals(added[name], largest[name], count)) for name, s in statistics.items()}
+        totals = [*_of_segments(sequence_sum, sums, segment_ids), *_of_segments(sequence_sum, counts, segment_ids)]
+        totals += _of_segments(sequence_max, maxima, segment_ids)
+    first, last = len(sums), len(sums) + len(counts)
+    added = jax.tree.unflatten(sum_tree, totals[:first])
+    counted, tokens = jax.tree.unflatten(count_tree, [n.astype(jnp.float32) for n in totals[first:last]])
+    largest = jax.tree.unflatten(max_tree, totals[last:])
+    return {name: s.value(Totals(added[name], counted[name], largest[name], tokens)) for name, s in statistics.items()}
 
 
 def keep_where(

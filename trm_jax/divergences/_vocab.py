@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from trm_jax.checks import in_range, same_shape
+from trm_jax.checks import in_range, same_shape, shape_of
 from trm_jax.numerics import AnyArray, expm1_minus_identity
 from trm_jax.types import VocabDivergence
 
@@ -48,15 +48,27 @@ class Softmax(NamedTuple):
 
 
 def take_token(values: Array, tokens: Array) -> Array:
-    """``values[..., tokens]`` along the last axis."""
-    return jnp.take_along_axis(values, tokens[..., None].astype(jnp.int32), axis=-1)[..., 0]
+    """``values[..., tokens]`` along the last axis; NaN (True) for an id outside it, a negative one too."""
+    legal = jnp.where(tokens < 0, values.shape[-1], tokens)  # which is filled, not wrapped around
+    return jnp.take_along_axis(values, legal[..., None].astype(jnp.int32), axis=-1)[..., 0]
 
 
 def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -> Softmax:
-    """Normaliser, entropy and token log-prob of float32 logits; ``-inf`` logits are outside the support.
+    """``lse = log Σ_v e^(z_v)``, ``H = lse - Σ_v π_v z_v`` and ``log π(y) = z_y - lse`` of ``π = softmax(z)``.
 
     The most likely tokens stay out of the sum that is added to 1, so that log-probs and entropies of nearly
     deterministic rows keep their relative accuracy.
+
+    Args:
+      logits: ``[..., V]`` float32, the temperature already divided out; ``-inf`` marks tokens outside the support.
+      tokens: ``[...]`` token ids in ``[0, V)``.
+
+    Returns:
+      ``Softmax``, nats; NaN where a logit is NaN. A row without any token has ``logsumexp = -inf`` and entropy 0.
+
+    >>> out = softmax_statistics(jnp.log(jnp.array([[1.0, 3.0, 0.0]])), jnp.array([1]))
+    >>> [round(float(x[0]), 4) for x in (out.logsumexp, out.entropy, out.logps)]  # log 4, H(1/4, 3/4), log 3/4
+    [1.3863, 0.5623, -0.2877]
     """
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
     empty = top == -jnp.inf
@@ -84,7 +96,22 @@ def logits_divergence(
     *,
     with_tv: bool,
 ) -> VocabDivergence:
-    """``vocab_divergence`` on float32 logits that contain the temperature; the form that the fused operators share."""
+    """``vocab_divergence`` on float32 logits that contain the temperature; the form that the fused operators share.
+
+    Args:
+      policy_logits: ``[..., V]`` float32; ``-inf`` marks tokens outside the support.
+      rollout_logits: ``[..., V]`` float32, likewise.
+      tokens: ``[...]`` sampled token ids in ``[0, V)``.
+      with_tv: also the total variation, by a second pass, which makes KL more accurate as well (static).
+
+    Returns:
+      ``VocabDivergence`` as ``vocab_divergence``; ``token_tv`` is None without ``with_tv``.
+
+    >>> logits = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75]))
+    >>> out = logits_divergence(*logits, jnp.array(0), with_tv=False)
+    >>> print(round(float(out.token_kl), 4), out.token_tv)
+    0.1308 None
+    """
     policy = softmax_statistics(policy_logits, tokens)
     rollout = softmax_statistics(rollout_logits, tokens)
     in_policy, in_rollout = policy_logits > -jnp.inf, rollout_logits > -jnp.inf
@@ -149,23 +176,29 @@ def vocab_divergence(
     Args:
       policy_logits: ``[..., V]``, before the temperature; ``-inf`` marks tokens outside the support (top-k, top-p).
       rollout_logits: ``[..., V]``, likewise; the two supports may differ.
-      tokens: ``[...]`` sampled token ids in ``[0, V)``.
+      tokens: ``[...]`` sampled token ids in ``[0, V)``; any other gives NaN log-probs and divergences.
       temperature: positive; both logits are divided by it.
 
     Returns:
       ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that
-      the policy cannot; identical logits give exactly 0; a NaN logit gives NaN.
+      the policy cannot; identical logits give exactly 0; a NaN logit gives NaN. Over 151,936 tokens KL and TV are right
+      to 2e-5 of their values from KL = 1e-7 on (``experiments/divergence_accuracy``).
 
     Raises:
       ValueError: on shapes that do not match or a temperature that is not positive.
+      TypeError: on tokens that are not integers.
 
     >>> out = vocab_divergence(jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75])), jnp.array(0))
     >>> [round(float(x), 4) for x in (out.token_kl, out.token_tv, out.policy_logps)]
     [0.1308, 0.25, -0.6931]
     """
     shape = same_shape(policy_logits=policy_logits, rollout_logits=rollout_logits)
-    if tuple(tokens.shape) != shape[:-1]:
+    if not shape or shape[-1] == 0:
+        raise ValueError(f"logits must be [..., V], with V at least 1, given {list(shape)}")
+    if shape_of("tokens", tokens) != shape[:-1]:
         raise ValueError(f"tokens must be {list(shape[:-1])}, the logits without their last axis, given {tokens.shape}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, given dtype {tokens.dtype}: pass token ids")
     temperature = in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
     policy = jnp.asarray(policy_logits).astype(jnp.float32) / temperature
     rollout = jnp.asarray(rollout_logits).astype(jnp.float32) / temperature

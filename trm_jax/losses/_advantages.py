@@ -64,11 +64,12 @@ def group_advantages(
     flat = (highest == lowest) | (count <= 1)
     centred = reward - total(reward) / jnp.maximum(count, 1.0)
     others = jnp.where(flat, 1.0, count - 1.0)
+    spread = jnp.where(flat, 1.0, highest - lowest)  # squares of rewards near 1e-25 or 1e25 are no float32
     if normalize == "loo":
         advantages = centred * count / others
     elif normalize == "std":
-        variance = total(jnp.square(centred)) / others
-        advantages = centred / jnp.sqrt(jnp.where(flat, 1.0, variance))
+        variance = total(jnp.square(centred / spread)) / others
+        advantages = centred / spread / jnp.sqrt(jnp.where(flat, 1.0, variance))
     else:
         advantages = centred
     return jnp.where(flat | ~keep, 0.0, advantages)

@@ -142,6 +142,9 @@ def gspo(
 ) -> LossTotal:
     """``w max(-A s, -A clip(s, 1-ε_low, 1+ε_high))``, ``s = exp((1/T) Σ_t log r_t)`` (GSPO, arXiv 2507.18071).
 
+    Sum and T run over the tokens that carry loss: one that a mask or a weight of 0 has dropped is in neither, since a
+    single ratio that is not believed would move s for all others. GSPO itself drops no tokens.
+
     Args:
       policy_logps: ``[B, T]`` log π_θ of the sampled tokens.
       proximal_logps: ``[B, T]`` log π_train.
