@@ -57,8 +57,9 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def evaluation_table(results: Mapping[str, Any]) -> Table:
     """The results as a table for the terminal; ``results`` is what ``run_evaluation`` returns."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{results['checkpoint']}", title_justify="left")
+    table = Table(title=Text(str(results["checkpoint"])), title_justify="left")
     table.add_column("task", no_wrap=True)
     for column in ("problems", "avg@", "accuracy", "95% interval", "cut off", "tokens", "tok/s"):
         table.add_column(column, justify="right")
