@@ -14,7 +14,10 @@ from trm_jax.models import Transformer, TransformerConfig, export_pretrained
 
 tokenizers = pytest.importorskip("tokenizers")
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def checkpoint(root: Path, *, seed: int = 0, vocab: int = 128, template: str | None = TEMPLATE) -> Path:

@@ -12,7 +12,10 @@ from trm_jax.models.pretrained import load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|turn|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|turn|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 WORDS = ["<s>", "</s>", "<|turn|>", "a", "b", "ab", "[", "]", "u", "s", "e", "r", "i", "t", "n", "<", ">", "|", "/"]
 IDS = {word: index for index, word in enumerate(WORDS)}
 

@@ -130,7 +130,7 @@ def mmlu_stem(record: Record) -> Entry | None:
     letters = _LETTERS[: len(texts)]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
         letter = letters[answer]
-    elif isinstance(answer, str) and answer.strip() and answer.strip() in letters:
+    elif isinstance(answer, str) and answer.strip() in set(letters):
         letter = answer.strip()
     else:
         wanted = f"an index below {len(texts)} or a letter of {letters}"

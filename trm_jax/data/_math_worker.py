@@ -20,6 +20,8 @@ from typing import Any
 _limits = runpy.run_path(str(Path(__file__).parents[1] / "process_limits.py"))  # an import would bring JAX along
 
 _GIBIBYTES = 4  # of address space
+_SMALL = 1e-3  # below it, math-verify's six decimals leave less than three digits
+_RELATIVE = 1e-2
 
 
 def main(soft_limit: int, hard_limit: int) -> None:
@@ -44,7 +46,7 @@ def main(soft_limit: int, hard_limit: int) -> None:
         replies.write(json.dumps(_answer(math_verify, json.loads(line), soft_limit)) + "\n")
 
 
-def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[str, Any]:
+def _answer(math_verify: Any, request: dict[str, Any], soft_limit: int) -> dict[str, Any]:
     started = time.monotonic()
     try:
         gold = math_verify.parse(f"${request['gold']}$", parsing_timeout=soft_limit)
@@ -52,8 +54,12 @@ def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[
             return {"status": "error", "correct": False}
         answer = math_verify.parse(request["answer"], parsing_timeout=soft_limit)
         correct = bool(math_verify.verify(gold, answer, timeout_seconds=soft_limit))
-        if not correct and request["tolerance"] > 0:
-            correct = _close(gold, answer, request["tolerance"])
+        near, distance = _distance(gold, answer)
+        if not correct and distance is not None:
+            # The margin leaves room for the rounding of decimal fractions.
+            correct = distance <= request["tolerance"] * (1 + 1e-9)
+        elif correct and distance is not None and near < _SMALL:
+            correct = distance <= _RELATIVE * near  # math-verify rounds to six decimals: all small numbers are alike
     except BaseException:  # math-verify's timeout is no Exception, and deep nesting or memory may end a call anywhere
         return {"status": "error", "correct": False}
     # math-verify swallows its own alarm and says False: the clock tells such a False from a plain one.
@@ -61,12 +67,16 @@ def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[
     return {"status": "timeout" if late else "scored", "correct": correct}
 
 
-def _close(gold: list[Any], answer: list[Any], tolerance: float) -> bool:
-    """Whether both are numbers no further apart; the margin leaves room for the rounding of decimal fractions."""
+def _distance(gold: list[Any], answer: list[Any]) -> tuple[float, float | None]:
+    """The size of the reference and how far the answer is from it, where both are real numbers; else None."""
     numbers = [
-        [float(value) for value in values if getattr(value, "is_number", False)][:1] for values in (gold, answer)
+        [value for value in values if getattr(value, "is_real", False) and value.is_number][:1]
+        for values in (gold, answer)
     ]
-    return all(numbers) and abs(numbers[0][0] - numbers[1][0]) <= tolerance * (1 + 1e-9)
+    if not all(numbers):
+        return 0.0, None
+    first, second = (float(values[0]) for values in numbers)
+    return abs(first), abs(first - second)
 
 
 if __name__ == "__main__":

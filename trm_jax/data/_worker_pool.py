@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import time
 import weakref
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ class WorkerPool:
     """
 
     def __init__(self, program: Path, arguments: Sequence[str], *, workers: int, time_limit: float) -> None:
-        self._start = lambda: WorkerProcess(program, arguments, time_limit)
+        self._start = functools.partial(WorkerProcess, program, arguments, time_limit)
         self._workers = [self._start() for _ in range(workers)]
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
