@@ -168,7 +168,7 @@ def test_a_task_has_a_name_for_a_file_and_every_index_once() -> None:
 def test_the_summary_and_its_table() -> None:
     rewards = {0: [1.0, 0.0], 1: [1.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0]}
     rows = [
-        row(i, s, reward=r, finished=s == 0, tokens=10 + i, seconds=0.5)
+        row(i, s, reward=r, verdict="error" if i == 2 else "scored", finished=s == 0, tokens=10 + i, seconds=0.5)
         for i, values in rewards.items()
         for s, r in enumerate(values)
     ]
@@ -177,7 +177,7 @@ def test_the_summary_and_its_table() -> None:
     assert {key: found[key] for key in ("problems", "samples", "accuracy", "truncated", "tokens")} == {
         "problems": 4, "samples": 2, "accuracy": 0.5, "truncated": 0.5, "tokens": 11.5,
     }  # fmt: skip
-    assert found["tokens_per_second"] == 23.0
+    assert (found["tokens_per_second"], found["unjudged"]) == (23.0, 2)
     console = Console(file=(out := io.StringIO()), width=120)
     console.print(evaluation_table({"checkpoint": "[m]", "tasks": {"t": found}}))
     text = " ".join(out.getvalue().split())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from trm_jax.data import Problem
-from trm_jax.evaluation import EvaluationSettings, run_evaluation
+from trm_jax.evaluation import EvaluationSettings, EvaluationTask, run_evaluation
 
 GREEDY = EvaluationSettings(max_new_tokens=4, slots=2, batch=4)
 SAMPLED = EvaluationSettings(max_new_tokens=4, slots=2, batch=4, samples=3, temperature=1.0, top_p=0.95)
@@ -38,8 +38,8 @@ def test_every_problem_is_asked_and_judged_once(engine, policy, task, tmp_path):
     assert [(row["index"], row["sample"]) for row in written] == [(2 * i, 0) for i in range(10)]
     assert [row["reward"] for row in written] == [float(i % 3 != 2) for i in range(10)]
     assert written[3] | {"seconds": 0} == {
-        "index": 6, "sample": 0, "reward": 1.0, "finished": True, "tokens": 3, "seconds": 0, "reference": "13",
-        "response": "13",
+        "index": 6, "sample": 0, "reward": 1.0, "verdict": "scored", "finished": True, "tokens": 3, "seconds": 0,
+        "reference": "13", "response": "13",
     }  # fmt: skip
     assert seen == [("sums", n, 10) for n in (0, 4, 8, 10)]
     assert [len(call.seeds) for call in engine.calls] == [4, 4, 2]
@@ -128,6 +128,9 @@ def test_answers_under_other_settings_are_never_mixed(engine, policy, task, tmp_
         who, what, how = changed
         with pytest.raises(ValueError, match=rf"other settings \({name} differ"):
             run_evaluation(who, [what], how, tmp_path, resume=True)
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match=r"holds answers, but not the settings .*settings\.json"):
+        run_evaluation(policy, [task(2)], GREEDY, tmp_path, resume=True)
     (tmp_path / "settings.json").write_text("[]")
     with pytest.raises(ValueError, match="is not the record of an evaluation"):
         run_evaluation(policy, [task(2)], GREEDY, tmp_path, resume=True)
@@ -212,3 +215,18 @@ def test_killed_again_and_again_nothing_is_lost_and_nothing_twice(tmp_path):
     )
     assert one == other
     assert len(one) == len({row[:2] for row in one}) == 120
+
+
+def test_an_answer_that_could_not_be_judged_is_counted(engine, policy, tmp_path):
+    pytest.importorskip("math_verify")
+    problems = [
+        Problem(prompt=f"{i}+1=?", reference=gold, source="made", index=i) for i, gold in enumerate(("1", "", "4"))
+    ]
+    task = EvaluationTask(name="t", problems=problems, reward="math", prompt_format="question", digest="")
+    found = run_evaluation(policy, [task], GREEDY, tmp_path)["tasks"]["t"]
+    assert found["unjudged"] == 1
+    assert [(r["reward"], r["verdict"]) for r in rows(tmp_path / "t.jsonl")] == [
+        (1.0, "scored"),
+        (0.0, "error"),
+        (0.0, "scored"),
+    ]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float32
@@ -19,7 +19,7 @@ from trm_jax.data._answers import marked_answer, plain_answer
 from trm_jax.data._problem import Problem
 from trm_jax.data._worker_pool import WorkerPool
 
-__all__ = ["PROGRAM", "MathVerifier", "VerifierCounts"]
+__all__ = ["PROGRAM", "MathVerifier", "Verdict", "VerifierCounts"]
 
 PROGRAM = Path(__file__).with_name("_math_worker.py")
 """The program of a worker."""
@@ -40,6 +40,13 @@ class VerifierCounts:
     timeouts: int = 0
     errors: int = 0
     truncated: int = 0
+
+
+class Verdict(NamedTuple):
+    """Whether a response is right, and how that was found: ``scored``, or wrong by a ``timeout`` or an ``error``."""
+
+    correct: bool
+    status: str
 
 
 class MathVerifier:
@@ -114,6 +121,10 @@ class MathVerifier:
           ValueError: the lists differ in length, or the verifier is closed.
           RuntimeError: a worker could not start.
         """
+        return np.asarray([verdict.correct for verdict in self.judge(problems, responses)], dtype=np.float32)
+
+    def judge(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
+        """As ``score_batch``, and says how each verdict came about."""
         if len(problems) != len(responses):
             raise ValueError(f"{len(problems)} problems but {len(responses)} responses; one a problem is required")
         if self._pool.closed:
@@ -136,7 +147,7 @@ class MathVerifier:
                 errors=self._counts.errors + tally["error"],
                 truncated=self._counts.truncated + truncated,
             )
-        return np.asarray([correct for _, correct in outcomes], dtype=np.float32)
+        return [Verdict(correct, status) for status, correct in outcomes]
 
     def close(self) -> None:
         """Ends the workers; a second call does nothing."""
