@@ -131,6 +131,8 @@ def test_olympiad_keeps_english_text_only_open_ended_mathematics(tmp_path: Path)
         ({"problem": "p", "answer": "000"}, "0"),
         ({"question": "p", "answer": 27.0}, "27"),
         ({"problem": "p", "expected_answer": "-1,234"}, "-1234"),
+        ({"Problem": "p", "Answer": 5}, "5"),
+        ({"problem": None, "question": "p", "answer": None, "expected_answer": "6"}, "6"),
         ({"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "8"}}, "8"),
     ],
 )
