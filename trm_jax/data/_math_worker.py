@@ -7,20 +7,25 @@ processor time stands in for the parent.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-_MEMORY_BYTES = 4 * 2**30
+_limits = runpy.run_path(str(Path(__file__).parents[1] / "process_limits.py"))  # an import would bring JAX along
+
+_GIBIBYTES = 4  # of address space
+_SMALL = 1e-3  # below it, math-verify's six decimals leave less than three digits
+_RELATIVE = 1e-2
 
 
 def main(soft_limit: int, hard_limit: int) -> None:
-    """Answers ``{"gold", "answer"}`` requests with ``{"status", "correct"}`` until the input ends.
+    """Answers ``{"gold", "answer", "tolerance"}`` requests with ``{"status", "correct"}`` until the input ends.
 
     Args:
       soft_limit: seconds that one parse or comparison may take before math-verify's alarm ends it.
@@ -34,14 +39,14 @@ def main(soft_limit: int, hard_limit: int) -> None:
     except Exception as error:
         replies.write(json.dumps({"status": "failed", "error": f"{type(error).__name__}: {error}"}) + "\n")
         return
-    _limit_memory_and_core()
+    _limits["limit_memory_and_core"](_GIBIBYTES)
     replies.write(json.dumps({"status": "ready"}) + "\n")
     for line in sys.stdin:
-        _limit_processor_time(hard_limit)
+        _limits["limit_processor_time"](hard_limit)
         replies.write(json.dumps(_answer(math_verify, json.loads(line), soft_limit)) + "\n")
 
 
-def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[str, Any]:
+def _answer(math_verify: Any, request: dict[str, Any], soft_limit: int) -> dict[str, Any]:
     started = time.monotonic()
     try:
         gold = math_verify.parse(f"${request['gold']}$", parsing_timeout=soft_limit)
@@ -49,6 +54,12 @@ def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[
             return {"status": "error", "correct": False}
         answer = math_verify.parse(request["answer"], parsing_timeout=soft_limit)
         correct = bool(math_verify.verify(gold, answer, timeout_seconds=soft_limit))
+        near, distance = _distance(gold, answer)
+        if not correct and distance is not None:
+            # The margin leaves room for the rounding of decimal fractions.
+            correct = distance <= request["tolerance"] * (1 + 1e-9)
+        elif correct and distance is not None and near < _SMALL:
+            correct = distance <= _RELATIVE * near  # math-verify rounds to six decimals: all small numbers are alike
     except BaseException:  # math-verify's timeout is no Exception, and deep nesting or memory may end a call anywhere
         return {"status": "error", "correct": False}
     # math-verify swallows its own alarm and says False: the clock tells such a False from a plain one.
@@ -56,24 +67,16 @@ def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[
     return {"status": "timeout" if late else "scored", "correct": correct}
 
 
-def _limit_memory_and_core() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the limit on processor time would leave a core file
-
-
-def _limit_processor_time(seconds: int) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
-        resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+def _distance(gold: list[Any], answer: list[Any]) -> tuple[float, float | None]:
+    """The size of the reference and how far the answer is from it, where both are real numbers; else None."""
+    numbers = [
+        [value for value in values if getattr(value, "is_real", False) and value.is_number][:1]
+        for values in (gold, answer)
+    ]
+    if not all(numbers):
+        return 0.0, None
+    first, second = (float(values[0]) for values in numbers)
+    return abs(first), abs(first - second)
 
 
 if __name__ == "__main__":

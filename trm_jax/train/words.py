@@ -104,6 +104,11 @@ class ChatTokenizer:
         self._words = words
 
     @property
+    def words(self) -> Any:
+        """The pretrained model's own tokenizer."""
+        return self._words
+
+    @property
     def vocab_size(self) -> int:
         return int(self._words.vocab_size)
 

@@ -1,4 +1,4 @@
-"""One worker process of a verifier, seen from its parent: requests, replies and deadlines."""
+"""One worker process that judges answers, seen from its parent: requests, replies and deadlines."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROGRAM", "START_SECONDS", "MathProcess", "Outcome"]
+__all__ = ["START_SECONDS", "Outcome", "WorkerProcess"]
 
 START_SECONDS = 120.0
-"""How long a worker may take until it has imported math-verify."""
-
-PROGRAM = Path(__file__).with_name("_math_worker.py")
-"""The program of a worker."""
+"""How long a worker may take until it has imported what it needs."""
 
 Outcome = tuple[str, bool]
 """What became of a request (``scored``, ``timeout``, ``error`` or ``died``), and whether the answer is right."""
 
 
-class MathProcess:
-    """A worker process: starting, then idle (no job) or busy (a job and a deadline), at last dead."""
+class WorkerProcess:
+    """A worker process: starting, then idle (no job) or busy (a job and a deadline), at last dead.
 
-    def __init__(self, time_limit: float) -> None:
+    Args:
+      program: run as a file with a soft limit and a limit on processor time, in seconds, and ``arguments``. It writes
+        ``{"status": "ready"}``, then a line with ``status`` and ``correct`` for every line it reads.
+      arguments: further ones.
+      time_limit: seconds of wall-clock that a request may take.
+    """
+
+    def __init__(self, program: Path, arguments: Sequence[str], time_limit: float) -> None:
         self._time_limit = time_limit
         soft, hard = max(1, int(time_limit // 3)), math.ceil(time_limit) + 1
         # A fresh interpreter, not a fork: nothing of JAX is in it. -P keeps this folder off its import path.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM), str(soft), str(hard)],
+            [sys.executable, "-P", str(program), str(soft), str(hard), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -55,7 +60,7 @@ class MathProcess:
     def idle(self) -> bool:
         return self.ready and self.job is None
 
-    def send(self, job: int, request: dict[str, str]) -> bool:
+    def send(self, job: int, request: dict[str, Any]) -> bool:
         """Hands over a request; False when the process is gone."""
         assert self._process.stdin is not None
         line = json.dumps(request).encode() + b"\n"
@@ -76,13 +81,13 @@ class MathProcess:
         if not received:
             self.dead = True
             if not self.ready:
-                raise RuntimeError(f"a math-verify worker ended with status {self._process.wait()} before it was ready")
+                raise RuntimeError(f"a worker for rewards ended with status {self._process.wait()} before it was ready")
             return "died", False
         if not self._received.endswith(b"\n"):
             return None
         reply, self._received = json.loads(self._received), b""
         if reply["status"] == "failed":
-            raise RuntimeError(f"a math-verify worker cannot start: {reply['error']}")
+            raise RuntimeError(f"a worker for rewards cannot start: {reply['error']}")
         if reply["status"] == "ready":
             self.ready = True
             return None
@@ -92,7 +97,7 @@ class MathProcess:
         """The deadline has passed: the process must go."""
         self.dead = True
         if not self.ready:
-            raise RuntimeError(f"a math-verify worker was not ready after {START_SECONDS:g} seconds")
+            raise RuntimeError(f"a worker for rewards was not ready after {START_SECONDS:g} seconds")
         return "timeout", False
 
     def stop(self) -> None:
