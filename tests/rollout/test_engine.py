@@ -159,7 +159,7 @@ def test_versions_are_those_of_the_weights_that_sampled(tools, prompts, rollout)
     ("n_experts", "dtype", "sampling"),
     [
         (0, "float32", SamplingConfig(temperature=0.8)),
-        (4, "bfloat16", SamplingConfig(top_p=0.8)),
+        pytest.param(4, "bfloat16", SamplingConfig(top_p=0.8), marks=pytest.mark.slow),
     ],
 )
 def test_batch_invariant_records_equal_a_full_forward_pass_to_the_bit(tools, prompts, n_experts, dtype, sampling):

@@ -22,7 +22,7 @@ from trm_jax.models._hf_tensors import Slot, checkpoint_slots
 from trm_jax.models._sharding import RULES, param_shardings
 from trm_jax.models._transformer import Transformer
 
-__all__ = ["TensorSource", "fill_parameters", "load_pretrained"]
+__all__ = ["TensorSource", "check_pretrained", "fill_parameters", "load_pretrained"]
 
 _FLOAT32 = jnp.dtype("float32")
 _BUFFERS = ".rotary_emb.inv_freq"  # stored by old versions of Transformers; computed here
@@ -79,6 +79,21 @@ def load_pretrained(
     """
     config, source = _open(Path(path))
     return fill_parameters(config, source, param_dtype=param_dtype, mesh=mesh, rules=rules)
+
+
+def check_pretrained(path: str | Path) -> TransformerConfig:
+    """The shape of a checkpoint, after every check that needs no weight to be read.
+
+    Args:
+      path: as ``load_pretrained`` takes it.
+
+    Raises:
+      FileNotFoundError: no such path, no ``config.json``, no weights.
+      ValueError: as ``load_pretrained``, but for values and places: the headers alone are read.
+    """
+    config, source = _open(Path(path))
+    _check_tensors(source, list(checkpoint_slots(config)))
+    return config
 
 
 def _open(path: Path) -> tuple[TransformerConfig, TensorSource]:

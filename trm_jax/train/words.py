@@ -98,14 +98,28 @@ def _as_chat(problem: Problem, tokenizer: Any, turns: list[dict[str, str]]) -> P
 
 
 class ChatTokenizer:
-    """Reads the control tokens of a rendered chat; ``render_chat`` has refused them in its content."""
+    """Reads the control tokens of a rendered chat; ``render_chat`` has refused them in its content.
 
-    def __init__(self, words: Any) -> None:
+    Args:
+      words: the pretrained model's tokenizer.
+      vocab_size: the policy's, which may pad the tokenizer's; an id past those that have a text is left out of one.
+
+    Raises:
+      ValueError: the tokenizer has ids that the policy has not.
+    """
+
+    def __init__(self, words: Any, vocab_size: int | None = None) -> None:
         self._words = words
+        self._size = int(words.vocab_size if vocab_size is None else vocab_size)
+        if words.vocab_size > self._size:
+            raise ValueError(
+                f"model.path: its tokenizer has {words.vocab_size} ids, its embedding {self._size} rows: they are of "
+                "different models."
+            )
 
     @property
     def vocab_size(self) -> int:
-        return int(self._words.vocab_size)
+        return self._size
 
     @property
     def pad_id(self) -> int:
@@ -119,4 +133,4 @@ class ChatTokenizer:
         return list(self._words.encode(text, allow_special=True))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._words.decode(ids))
+        return str(self._words.decode([i for i in ids if i < self._words.vocab_size]))
