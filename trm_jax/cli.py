@@ -1,7 +1,8 @@
-"""The command ``trm-jax``: train, report, fetch, tasks, options."""
+"""The command ``trm-jax``: train, eval, report, fetch, tasks, options."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -75,6 +76,91 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
+class Eval:
+    """Ask a checkpoint the problems of benchmarks, judge its answers, and print accuracies with 95% intervals.
+
+    The checkpoint is a Hugging Face directory, a .gguf file, smollm2 (see fetch), or the directory of one run of
+    `trm-jax train` (RUN/arms/ARM/seedN, at its newest checkpoint). Each benchmark is NAME=PATH, a file as its authors
+    publish it: `trm-jax tasks benchmarks` lists names and sources. gsm8k_sample and one_step come with the package;
+    heldout is what a run's own evaluation asks.
+      trm-jax eval smollm2 gsm8k=test.jsonl math500=math500.json --max-new-tokens 256
+      trm-jax eval Qwen3-8B aime25=aime25.jsonl --samples 32 --temperature 1 --top-p 0.95 --max-new-tokens 8192
+    The directory gets a JSON line an answer and results.json. A run that was interrupted, even by kill -9, goes on with
+    --resume where it stopped, and ends with the same answers.
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """Hugging Face directory, .gguf file, smollm2, or RUN/arms/ARM/seedN."""
+    benchmarks: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """NAME=PATH, or gsm8k_sample, one_step, heldout."""
+    directory: Path = Path("runs/eval")
+    """Where answers and results go."""
+    samples: int = 1
+    """Answers a problem: k of avg@k."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Nucleus mass; 1 keeps the whole vocabulary."""
+    max_new_tokens: int = 1024
+    """Longest answer in tokens."""
+    limit: int = 0
+    """Only the first so many problems of each benchmark; 0 takes all."""
+    prompt_format: str = ""
+    """Instead of each benchmark's own: question, boxed, boxed_short, hashes, answer_line, options, or a template with
+    {question} in it."""
+    chat: Literal["auto", "chat", "plain"] = "auto"
+    """Prompts by the checkpoint's chat template (auto: where it has one), or plain."""
+    system: str = ""
+    """System message of the chat; empty leaves it to the template."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A text at which an answer ends; may be given several times."""
+    seed: int = 0
+    """Seed of sampling."""
+    slots: int = 16
+    """Answers that are decoded together."""
+    batch: int = 0
+    """Answers between two writes to disk, what a kill may cost; 0 is four times slots."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and of the key/value cache."""
+    resume: bool = False
+    """Go on with the evaluation that stands in the directory."""
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        from trm_jax.evaluation import EvaluationSettings, evaluation_table, open_policy, parse_task, run_evaluation
+        from trm_jax.evaluation.progress import EvaluationProgress
+        from trm_jax.train import is_run, open_run
+
+        settings = EvaluationSettings(
+            samples=self.samples,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+            seed=self.seed,
+            limit=self.limit,
+            dtype=self.dtype,
+            slots=self.slots,
+            batch=self.batch,
+        )
+        tasks = [parse_task(b, prompt_format=self.prompt_format) for b in self.benchmarks if b != "heldout"]
+        with contextlib.ExitStack() as stack:
+            if is_run(self.checkpoint):
+                policy, heldout = stack.enter_context(open_run(self.checkpoint))
+                tasks += [heldout] if "heldout" in self.benchmarks else []
+            elif "heldout" in self.benchmarks:
+                raise ValueError("heldout: only a run of `trm-jax train` has problems of its own; name a benchmark")
+            else:
+                policy = open_policy(self.checkpoint, chat=self.chat, system=self.system)
+            progress = stack.enter_context(EvaluationProgress())
+            results = run_evaluation(policy, tasks, settings, self.directory, resume=self.resume, progress=progress)
+        Console().print(evaluation_table(results))
+        print(f"results: {self.directory / 'results.json'}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Write the HTML report of a run directory again and print its table."""
 
@@ -114,14 +200,20 @@ class Fetch:
 
 @dataclasses.dataclass(frozen=True)
 class Tasks:
-    """List the generated tasks, or show what one needs and a few of its problems."""
+    """List the generated tasks, show what one needs and a few of its problems, or list the benchmarks of eval."""
 
     name: Annotated[str, tyro.conf.Positional] = ""
-    """A task, e.g. chain_sum; empty lists all."""
+    """A task, e.g. chain_sum; empty lists all of them, "benchmarks" the published files that eval reads."""
 
     def run(self) -> int:
-        from trm_jax.data import reasoning_gym_task, reasoning_gym_tasks
+        from trm_jax.data import BENCHMARKS, reasoning_gym_task, reasoning_gym_tasks
 
+        if self.name == "benchmarks":
+            for row in BENCHMARKS.values():
+                items = f"{row.items:,} problems; " if row.items else ""
+                print(f"{row.name}: {row.title}; {items}prompt {row.prompt_format}, reward {row.reward}")
+                print(f"  {row.source}")
+            return 0
         if not self.name:
             print("\n".join(reasoning_gym_tasks()))
             return 0
@@ -188,6 +280,7 @@ class _StopOnSignal:
 
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Fetch, tyro.conf.subcommand("fetch")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
@@ -213,10 +306,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _parse(argv: list[str] | None) -> Train | Report | Fetch | Tasks | Options:
+def _parse(argv: list[str] | None) -> Train | Eval | Report | Fetch | Tasks | Options:
     """Overrides may also stand after options: ``trm-jax train FILE --resume steps=20``."""
     about = "LLM reinforcement learning when the policy that samples is not the policy that trains."
-    command: Train | Report | Fetch | Tasks | Options
+    command: Train | Eval | Report | Fetch | Tasks | Options
     _check_command(sys.argv[1:] if argv is None else argv)
     command, rest = tyro.cli(Command, prog="trm-jax", args=argv, description=about, return_unknown_args=True)
     if isinstance(command, Train) and all("=" in text and not text.startswith("-") for text in rest):
@@ -228,7 +321,7 @@ def _parse(argv: list[str] | None) -> Train | Report | Fetch | Tasks | Options:
 
 def _check_command(argv: list[str]) -> None:
     """Names a command that there is not; tyro would only say that one is missing."""
-    known = ("train", "report", "fetch", "tasks", "options")
+    known = ("train", "eval", "report", "fetch", "tasks", "options")
     if argv and not argv[0].startswith("-") and argv[0] not in known:
         close = difflib.get_close_matches(argv[0], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."

@@ -17,9 +17,9 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float32
 
+from trm_jax.data._answers import marked_answer, plain_answer
 from trm_jax.data._math_process import MathProcess, Outcome
 from trm_jax.data._problem import Problem
-from trm_jax.data._readers import boxed_answer
 
 __all__ = ["MathVerifier", "VerifierCounts"]
 
@@ -202,13 +202,12 @@ def _stop_all(workers: list[MathProcess]) -> None:
 
 
 def _final_part(response: str, max_chars: int) -> str:
-    """The end of a response; of that, what follows the last ``####`` unless a boxed answer stands later."""
+    """The marked answer at the end of a response in a form that math-verify reads, or that end itself."""
     tail = response[-max_chars:]
-    _, marked, final = tail.rpartition("####")
-    if not marked or "\\boxed" in final:
-        try:
-            return rf"\boxed{{{boxed_answer(tail)}}}"  # math-verify joins boxes that stand side by side
-        except ValueError:
-            return tail
-    final = final.strip().split("\n")[0]
-    return f"${final}$" if "\\" in final and "$" not in final else final
+    marked = marked_answer(tail)
+    if marked is None:
+        return tail
+    text = plain_answer(marked.text)
+    if marked.mark == "box" or "\\" in text:
+        return rf"\boxed{{{text}}}"  # math-verify joins boxes that stand side by side: there is one
+    return text

@@ -118,6 +118,11 @@ class ChatTokenizer:
             )
 
     @property
+    def words(self) -> Any:
+        """The pretrained model's own tokenizer."""
+        return self._words
+
+    @property
     def vocab_size(self) -> int:
         return self._size
 

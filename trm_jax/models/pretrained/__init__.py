@@ -4,6 +4,7 @@
 and ``load_smollm2(path)`` the extra ``pretrained``. ``trm_jax.models.load_pretrained`` makes models of them.
 """
 
+from trm_jax.models.pretrained.chat_template import render_template as render_template
 from trm_jax.models.pretrained.fetch import SMOLLM2_FILE as SMOLLM2_FILE
 from trm_jax.models.pretrained.fetch import SMOLLM2_SHA256 as SMOLLM2_SHA256
 from trm_jax.models.pretrained.fetch import SMOLLM2_SIZE as SMOLLM2_SIZE
@@ -23,3 +24,4 @@ from trm_jax.models.pretrained.smollm2 import SMOLLM2_135M as SMOLLM2_135M
 from trm_jax.models.pretrained.smollm2 import load_smollm2 as load_smollm2
 from trm_jax.models.pretrained.smollm2 import open_smollm2 as open_smollm2
 from trm_jax.models.pretrained.tokenizer import PretrainedTokenizer as PretrainedTokenizer
+from trm_jax.models.pretrained.tokenizer import load_tokenizer as load_tokenizer

@@ -1,34 +1,41 @@
-"""The byte-level BPE tokenizer and the chat template that a GGUF file carries."""
+"""Text to ids and back as a pretrained model was trained, and conversations by its own template."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trm_jax.models.pretrained.chat_template import render_template
+from trm_jax.models.pretrained.tokenizer_parts import TokenizerParts, directory_parts, gguf_parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["PretrainedTokenizer"]
+__all__ = ["PretrainedTokenizer", "load_tokenizer"]
 
-_CONTROL = 3  # ggml's token_type of special tokens
+_PROBE = "0a1b2c"  # an assistant's words that no template writes of itself
 
 
 class PretrainedTokenizer:
-    """Text to ids and back, exactly as the model was trained (digits are split one by one).
+    """Text to ids and back, exactly as the model was trained.
 
-    Neither beginning-of-sequence nor padding is ever added. **``pad_id`` may equal an end-of-sequence id** (SmolLM2:
-    both are 2): take masks from the engine's bookkeeping, never from ``id != pad_id``.
+    Nothing is added to a text. **``pad_id`` may equal an end-of-sequence id** (SmolLM2: both are 2): take masks from
+    the engine's bookkeeping, never from ``id != pad_id``.
 
     Attributes:
       vocab_size: number of ids.
-      bos_id: first token of a chat turn, or None.
-      eos_ids: ids that end a response.
+      bos_id: beginning-of-sequence, or None.
+      eos_ids: ids that end a response: all that the files name, and the token that ends an assistant's turn in the chat
+        template (a base model's files often name another).
       pad_id: filler for masked slots.
       special_tokens: text → id of the control tokens.
       chat_template: Jinja source, or None.
+      prefix_ids: what stands before a text that is no chat (beginning-of-sequence, where the tokenizer adds it).
 
     Args:
-      metadata: the ``tokenizer.*`` keys of a GGUF file, as ``GGUFModel.tokenizer`` holds them.
+      source: the ``tokenizer.*`` keys of a GGUF file, as ``GGUFModel.tokenizer`` holds them, or parts; see
+        ``load_tokenizer`` for files.
 
     Raises:
       ValueError: when a key is missing or names a tokenizer that is not supported.
@@ -48,57 +55,23 @@ class PretrainedTokenizer:
       ([6, 0], 'ab')
     """
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        try:
-            import tokenizers
-            from tokenizers import decoders, models, pre_tokenizers
-        except ImportError as error:
-            raise ImportError(
-                "Pretrained tokenizers need the 'tokenizers' package: pip install 'trm-jax[pretrained]'."
-            ) from error
-
-        for key, required in (("model", "gpt2"), ("pre", "smollm")):
-            if (value := _need(metadata, key)) != required:
-                raise ValueError(f"tokenizer.ggml.{key}={value!r} is not supported; {required!r} is required.")
-        for key in ("add_bos_token", "add_space_prefix"):
-            if metadata.get(f"tokenizer.ggml.{key}", False):
-                raise ValueError(f"tokenizer.ggml.{key}=True is not supported; False is required.")
-        tokens, kinds = _need(metadata, "tokens"), _need(metadata, "token_type")
-        if len(tokens) != len(kinds):
-            raise ValueError(
-                f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens; one each is required."
-            )
-        ids = {token: index for index, token in enumerate(tokens)}
-        if len(ids) != len(tokens):
-            raise ValueError(f"tokenizer.ggml.tokens names {len(tokens) - len(ids)} tokens twice.")
-
-        self.vocab_size: int = len(tokens)
-        self.bos_id: int | None = metadata.get("tokenizer.ggml.bos_token_id")
-        eos_id = int(_need(metadata, "eos_token_id"))
-        self.eos_ids: frozenset[int] = frozenset({eos_id})
-        self.pad_id: int = int(metadata.get("tokenizer.ggml.padding_token_id", eos_id))
-        self.chat_template: str | None = metadata.get("tokenizer.chat_template")
-        self.special_tokens: dict[str, int] = {
-            token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == _CONTROL
-        }
-        self._tokens: list[str] = list(tokens)
-
-        merges = [tuple(pair.split(" ", 1)) for pair in _need(metadata, "merges")]
-
-        def build() -> Tokenizer:
-            tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Digits(individual_digits=True),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-                ]
-            )
-            tokenizer.decoder = decoders.ByteLevel()
-            return tokenizer
-
-        self._plain = build()
-        self._special = build()
-        self._special.add_special_tokens(list(self.special_tokens))
+    def __init__(self, source: Mapping[str, Any] | TokenizerParts) -> None:
+        backend = _backend()
+        parts = source if isinstance(source, TokenizerParts) else gguf_parts(source)
+        self._special: Tokenizer = backend.from_str(parts.backend)
+        self._plain: Tokenizer = backend.from_str(parts.backend)
+        self._plain.encode_special_tokens = True  # reads control tokens as the characters that they are written with
+        for tokenizer in (self._special, self._plain):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self._named = parts.named
+        self.vocab_size: int = max(self._special.get_vocab(with_added_tokens=True).values()) + 1
+        self.bos_id: int | None = self._special.token_to_id(parts.named.get("bos_token", ""))
+        self.pad_id: int = parts.pad_id
+        self.chat_template: str | None = parts.chat_template
+        self.special_tokens: dict[str, int] = dict(parts.special_tokens)
+        self.prefix_ids: list[int] = list(parts.prefix)
+        self.eos_ids: frozenset[int] = parts.eos_ids | self._turn_end()
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Turns text into ids; nothing is added.
@@ -136,20 +109,23 @@ class PretrainedTokenizer:
             values = values[: next((at for at, value in enumerate(values) if value in self.eos_ids), None)]
         return str(self._special.decode(values, skip_special_tokens=not keep_special))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True, **options: Any
+    ) -> str:
         """Writes a conversation the way the model was trained to read it.
 
         Args:
           messages: ``{"role": ..., "content": ...}`` in order; at least one.
           add_generation_prompt: end with the opening of the assistant's turn.
+          **options: further variables that the template knows, such as Qwen3's ``enable_thinking=False``.
 
         Returns:
-          Text with control tokens in it, from the file's own template in a sandbox (SmolLM2's adds a default system
-          message unless the first message is one).
+          Text with control tokens in it, from the file's own template (SmolLM2's adds a default system message unless
+          the first message is one).
 
         Raises:
-          ValueError: without a template, for a malformed message, and for one that contains a control token (it would
-            end the turn in the writer's stead).
+          ValueError: without a template, for a malformed message, for one that contains a control token (it would end
+            the turn in the writer's stead), and whatever ``render_template`` refuses.
           ImportError: without the ``pretrained`` extra.
         """
         if self.chat_template is None:
@@ -166,32 +142,71 @@ class PretrainedTokenizer:
                         f"messages[{position}][{key!r}] contains the control token {found[0]!r}; remove it, or build "
                         "the prompt with encode(text, allow_special=True)."
                     )
-        try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise ImportError("Chat templates need 'jinja2': pip install 'trm-jax[pretrained]'.") from error
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(self.chat_template).render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            bos_token="" if self.bos_id is None else self._tokens[self.bos_id],
-            eos_token=self._tokens[min(self.eos_ids)],
+        return render_template(
+            self.chat_template,
+            {
+                "bos_token": "",
+                **self._named,
+                "tools": None,
+                "documents": None,
+                **options,
+                "messages": [dict(message) for message in messages],
+                "add_generation_prompt": add_generation_prompt,
+            },
         )
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
         """The ids of ``render_chat``, control tokens recognised. Same arguments, same errors."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), allow_special=True)
+        return self.encode(self.render_chat(messages, add_generation_prompt, **options), allow_special=True)
+
+    def _turn_end(self) -> frozenset[int]:
+        """The control token right after an assistant's words, when the template writes one."""
+        if self.chat_template is None:
+            return frozenset()
+        turns = [{"role": "user", "content": "7"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            after = self.render_chat(turns, add_generation_prompt=False).rpartition(_PROBE)[2].lstrip()
+        except ValueError:  # a template that refuses these turns will say why when it is asked for others
+            return frozenset()
+        tokens = [token for token in self.special_tokens if after.startswith(token)]
+        return frozenset({self.special_tokens[max(tokens, key=len)]}) if tokens else frozenset()
 
 
-def _need(metadata: Mapping[str, Any], key: str) -> Any:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    if value is None:
-        raise ValueError(f"The tokenizer metadata lack 'tokenizer.ggml.{key}'.")
-    return value
+def load_tokenizer(path: str | Path) -> PretrainedTokenizer:
+    """The tokenizer that came with a checkpoint.
+
+    Args:
+      path: a Hugging Face directory with ``tokenizer.json``, or a GGUF file.
+
+    Returns:
+      The tokenizer, with its chat template if there is one.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: what is wrong with it.
+      ImportError: without the ``pretrained`` extra.
+
+    Example:
+      >>> load_tokenizer("no/such/directory")
+      Traceback (most recent call last):
+      FileNotFoundError: no/such/directory/tokenizer.json: no such file; a tokenizer needs it.
+    """
+    _backend()
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from trm_jax.models.pretrained.gguf_reader import read_gguf
+
+        return PretrainedTokenizer(read_gguf(path).tokenizer)
+    return PretrainedTokenizer(directory_parts(path))
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(f"The chat template refused these messages: {message}")
+def _backend() -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError(
+            "Pretrained tokenizers need the 'tokenizers' package: pip install 'trm-jax[pretrained]'."
+        ) from error
+    return Tokenizer

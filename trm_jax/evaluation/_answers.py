@@ -1,0 +1,54 @@
+"""Prompts through an engine to answers as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from trm_jax.data import Tokenizer
+from trm_jax.rollout import Engine
+from trm_jax.types import PromptBatch
+
+__all__ = ["Answer", "ask"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One response.
+
+    Attributes:
+      text: without the end token, and up to the first stop string.
+      tokens: sampled, the end token and what follows a stop string included.
+      finished: whether it ended by itself (by an end token or a stop string), and not at the length limit.
+    """
+
+    text: str
+    tokens: int
+    finished: bool
+
+
+def ask(engine: Engine, prompts: PromptBatch, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> list[Answer]:
+    """The engine's answer to every row of ``prompts``.
+
+    Args:
+      engine: with weights.
+      prompts: rows of ids.
+      tokenizer: writes ids as text and knows the end tokens.
+      stop: texts at which an answer ends; the engine does not know them, so the rest is sampled and cut off.
+
+    Returns:
+      One answer a row.
+    """
+    rollout = engine.generate(prompts)
+    tokens, mask = np.asarray(rollout.response_tokens), np.asarray(rollout.response_mask)
+    answers = []
+    for row, keep, finished in zip(tokens, mask, np.asarray(rollout.finished), strict=True):
+        ids = [int(token) for token in row[keep]]
+        text = tokenizer.decode([token for token in ids if token not in tokenizer.eos_ids])
+        ends = [place for word in stop if (place := text.find(word)) >= 0]
+        answers.append(
+            Answer(text=text[: min(ends)] if ends else text, tokens=len(ids), finished=bool(finished) or bool(ends))
+        )
+    return answers

@@ -1,0 +1,118 @@
+"""Program of the process in which chat templates run: JSON lines in, JSON lines out, Jinja in a sandbox.
+
+A template is a program from the file of a model. The sandbox keeps it from Python's objects; this process's limits on
+memory and processor time, and its parent's patience, keep it from everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MEMORY_BYTES = 2**30
+
+
+class _Refused(Exception):
+    """A template's own ``raise_exception``."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``, by which some templates mark the assistant's words, does nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads a plain class attribute
+
+    def parse(self, parser: Any) -> Any:
+        """The body as it stands."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """As Transformers has it: no HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def main(cpu_seconds: int, max_chars: int) -> None:
+    """Answers ``{"template", "variables"}`` by ``{"text"}``, ``{"refused"}`` or ``{"error"}`` until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    environment = _environment()
+    templates: dict[str, Any] = {}
+    _limit_memory()
+    replies.write(json.dumps({"text": ""}) + "\n")
+    for line in sys.stdin:
+        _limit_processor_time(cpu_seconds)
+        replies.write(json.dumps(_answer(environment, templates, json.loads(line), max_chars)) + "\n")
+
+
+def _answer(environment: Any, templates: dict[str, Any], request: dict[str, Any], max_chars: int) -> dict[str, str]:
+    source = request["template"]
+    try:
+        if source not in templates:
+            templates.clear()
+            templates[source] = environment.from_string(source)
+        parts, size = [], 0
+        for part in templates[source].generate(**request["variables"]):
+            parts.append(part)
+            size += len(part)
+            if size > max_chars:
+                return {"error": f"it writes more than {max_chars} characters"}
+        return {"text": "".join(parts)}
+    except _Refused as error:
+        return {"refused": str(error)}
+    except (Exception, RecursionError, MemoryError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_processor_time(seconds: int) -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
