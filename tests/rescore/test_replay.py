@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from trm_jax.rescore import policy_logps, rescore
 from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig
 from trm_jax.types import PromptBatch
 
-ROWS, JITTER = 96, 0.02
+ROWS, JITTER = 96, 0.005
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +24,15 @@ def jittered(tools):
     """Responses of an engine whose router logits carry a little noise, as of kernels that sum in varying order."""
     model = tools.model(n_experts=4)
     config = EngineConfig(slots=ROWS, max_prompt_length=4, max_response_length=5, prefill_rows=ROWS, decode_chunk=5)
-    engine = InProcessEngine(
-        model,
-        config,
-        numerics=RolloutNumerics(routing_jitter=JITTER),
-        sampling=SamplingConfig(),
-        eos_ids=(2,),
-        record_routes=True,
-    )
+    with mock.patch.object(jax, "jit", tools.jit):
+        engine = InProcessEngine(
+            model,
+            config,
+            numerics=RolloutNumerics(routing_jitter=JITTER),
+            sampling=SamplingConfig(),
+            eos_ids=(2,),
+            record_routes=True,
+        )
     engine.update_weights(0, nnx.state(model, nnx.Param))
     rng = np.random.default_rng(3)
     prompts = PromptBatch(
@@ -53,11 +55,11 @@ def test_replay_removes_what_flipped_experts_do(tools, jittered):
     _, rollout, _ = jittered
     mask = np.asarray(rollout.response_mask)
     free, replayed = (np.asarray(scored_with(tools, jittered, on).token_kl)[mask] for on in (False, True))
-    # A flip swaps an expert's whole output; what replay leaves is the noise in the weights of the same experts,
-    # 0.02 logits on each: of second order in the KL.
-    assert free.max() > 1e-2, free.max()
+    # A flip swaps an expert's whole output. What replay leaves is the noise in the weights of the same experts, 0.005
+    # logits on each, of second order in the KL: measured 5e-6 in the mean and 1e-4 at most, of 9e-4 and 0.16.
+    assert free.max() > 0.05, free.max()
     assert replayed.max() < 1e-3, replayed.max()
-    assert replayed.mean() < free.mean() / 10, (replayed.mean(), free.mean())
+    assert replayed.mean() < free.mean() / 50, (replayed.mean(), free.mean())
 
 
 def test_the_loss_replays_too_and_the_router_still_learns(tools, jittered):

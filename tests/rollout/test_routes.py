@@ -49,6 +49,7 @@ def test_they_are_those_of_a_full_forward_pass(tools, rollout):
     assert (~was_run).any(axis=1).all()
 
 
+@pytest.mark.slow
 def test_recording_changes_nothing_else(tools, prompts, rollout):
     plain = tools.engine(n_experts=4).generate(prompts)
     assert plain.routed_experts is None

@@ -99,8 +99,7 @@ def tokens_in(root: Path, arm: str) -> int:
 def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_of, tmp_path, capsys):
     warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1}
     two = {"plain": {}, "lagged": {"name": "one behind", "role": "lag_only", "rollout": {"lag": 1}}}
-    saved = {"export": "bfloat16"}
-    start = config_of(arms=two, warmstart=warm, checkpoint=saved)
+    start = config_of(arms=two, warmstart=warm)
     report = run_experiment(start, command=["trm-jax", "train", "a b.toml"])
     root = tmp_path / "run"
     assert report == root / "report.html"
@@ -113,10 +112,6 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     ]
     out = capsys.readouterr().out
     assert out.count("warmstart 3/3") == 1
-    assert "the policy after step 2: " in out
-    policies = [load_pretrained(root / "arms" / slug / "seed0" / "model") for slug in two]
-    assert {x.dtype.name for policy in policies for x in jax.tree.leaves(nnx.state(policy))} == {"float32"}
-    assert policies[0].config == start.arms[0].train.model.scratch(14)
     for slug in two:
         assert result(root, slug) | {"seconds": 0} == {
             "status": "complete", "reason": "", "accuracy_start": None, "accuracy_final": None,
@@ -138,8 +133,17 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     # Nor is one continued under another configuration; every key that differs is named.
     changed = {"optimizer": {"learning_rate": 3e-3}, "loss": {"minibatches": 2, "clip_low": 0.3}}
     with pytest.raises(ValueError, match=r"another configuration \(loss\.clip_low, optimizer\.learning_rate differ\)"):
-        run_experiment(config_of(arms=two, warmstart=warm, checkpoint=saved, title="other", **changed), resume=True)
+        run_experiment(config_of(arms=two, warmstart=warm, title="other", **changed), resume=True)
     assert json.loads((root / "run.json").read_text())["title"] == "run"  # refused before anything was written
+
+    # A run that ended without an export may have one; nothing else of it changes.
+    run_experiment(config_of(arms=two, warmstart=warm, checkpoint={"every": 2, "export": "float32"}), resume=True)
+    assert "the policy after step 2: " in capsys.readouterr().out
+    assert (root / "arms" / "plain" / "seed0" / "metrics.jsonl").read_bytes() == before
+    for slug in two:
+        policy = load_pretrained(root / "arms" / slug / "seed0" / "model")
+        assert policy.config == start.arms[0].train.model.scratch(14)
+        assert result(root, slug)["status"] == "complete"
 
 
 def test_one_arm_and_seed_more_may_join_and_what_was_there_stays_listed(without_training, config_of, tmp_path):
@@ -297,7 +301,7 @@ WORDS = {"task.kind": "gsm8k", "model": {"path": "smollm2"}}
     [
         (None, ["task.path", "no file", "problems.jsonl"]),
         ([], ["task.path", "no records"]),
-        (["{}"], ["line 1", "question"]),
+        (["{}"], ["line 1", "no column"]),
         (['{"question": "1+1?", "answer": "#### 2"}', '{"question": '], ["problems.jsonl", "line 2", "not JSON"]),
         (['{"question": "1+1?", "answer": "two"}'], ["line 1", "####"]),
         (['{"question": "1+1?", "answer": "#### 2"}'], ["no held-out problem", "task.test_path"]),

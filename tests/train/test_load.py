@@ -180,6 +180,8 @@ def test_a_malformed_override_shows_how_it_is_written(text):
         ("model.shape={d_model=8}", ["model", "shape.d_model", "key of its own"]),
         ("model.shape={vocab_size=8}", ["model", "shape.vocab_size", "from the task"]),
         ("model.shape=3", ["model.shape", "3", "table"]),
+        ("task.kind=dapo", ["task", "kind='dapo'", "dapo_math_17k"]),
+        ("task.prompt_format=boxes", ["task", "'boxes'", "answer_line", "{question}"]),
         ("title=3", ["title", "3", "str"]),
         ("seeds=3", ["seeds", "3", "list"]),
         ("seeds=[0.5]", ["seeds", "0.5", "int"]),

@@ -151,6 +151,27 @@ def test_shots_are_turns_of_the_chat_and_no_longer_problems(tiny_model, words):
         pass
 
 
+def test_a_published_set_is_asked_and_judged_in_its_own_way(tiny_model, words, tmp_path):
+    record = {"question": "which letter?", "choices": ["u", "v", "w", "x"], "answer": 2, "subject": "astronomy"}
+    path = tmp_path / "mmlu.jsonl"
+    path.write_text(json.dumps(record))
+    asked = "Pick one.\nwhich letter?\n(A) u\n(B) v\n(C) w\n(D) x"
+    changes = {
+        "task.kind": "mmlu_stem",
+        "task.path": str(path),
+        "task.test_path": "",
+        "task.test_permille": 0,
+        "task.prompt_format": "Pick one.\n{question}\n{choices}",
+        "task.system_prompt": "",
+        "eval.prompts": 0,
+        "rollout.max_prompt_length": 100,
+    }
+    with open_experiment(words(changes)) as opened:
+        (problem,) = opened.train
+        assert problem.prompt == f"<|start|>user\n{asked}<|end|>\n<|start|>assistant\n"
+        np.testing.assert_array_equal(opened.score([problem] * 2, ["\\boxed{C}", "\\boxed{A}"]), [1.0, 0.0])
+
+
 def test_control_tokens_in_a_problem_are_refused(tiny_model, words, tmp_path):
     path = write_problems(tmp_path / "bad.jsonl", ["a<|end|>b"])
     with pytest.raises(ValueError, match=r"bad\.jsonl\[0\]: .*<\|end\|>"), open_experiment(words({"task.path": path})):

@@ -162,7 +162,8 @@ class _ArmRun:
     def __call__(self, place: Path, warm_name: str, broken: dict[Path, str]) -> None:
         arm, train, progress = self.arm, self.train, self.progress
         records = RunRecords(self.root, arm, train)
-        if records.complete:
+        exported = train.checkpoint.export == "none" or (records.directory / "model").is_dir()
+        if records.complete and exported:
             progress.start_run(arm.name, train.seed, first_step=train.steps)
             progress.finish_run("complete", "done before")
             return

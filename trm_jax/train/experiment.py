@@ -12,11 +12,12 @@ from typing import Any
 from flax import nnx
 
 from trm_jax.data import (
-    MathVerifier,
+    BENCHMARKS,
     Problem,
     ReasoningGymTask,
     RewardFunction,
     Tokenizer,
+    open_reward,
     reasoning_gym_task,
     score_batch,
 )
@@ -42,15 +43,13 @@ class Experiment:
 
     train: Sequence[Problem]
     test: Sequence[Problem]
-    reward: RewardFunction | MathVerifier
+    reward: RewardFunction
     tokenizer: Tokenizer
     model: Transformer
     validation: Sequence[Problem] = ()
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         """Rewards ``[N]`` float32 of responses to problems."""
-        if isinstance(self.reward, MathVerifier):
-            return self.reward.score_batch(problems, responses)
         return score_batch(self.reward, problems, responses)
 
     @property
@@ -67,11 +66,11 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
       ValueError: for anything that cannot work, before any compilation: unknown task, missing or malformed data,
         prompts or answers that cannot fit the lengths, an empty held-out set.
     """
-    if config.task.kind == "reasoning_gym":
+    if not config.task.in_words:
         yield _generated(config)
         return
-    with MathVerifier() as verifier:
-        yield _pretrained(config, verifier)
+    with open_reward(BENCHMARKS[config.task.kind].reward) as reward:
+        yield _pretrained(config, reward)
 
 
 def check_experiment(config: TrainConfig) -> None:
@@ -81,9 +80,10 @@ def check_experiment(config: TrainConfig) -> None:
       ValueError: saying what does not fit.
     """
     make_mesh(config.mesh.data, config.mesh.tensor)
-    if config.task.kind == "gsm8k":
+    if config.task.in_words:
         word_problems(config)
         check_policy(config, pretrained_shape(config.model.path))
+        pretrained_tokenizer(config.model.path)
         return
     task, ways = _task(config), config.mesh.tensor
     _held_out(task, config)
@@ -138,7 +138,7 @@ def _generated(config: TrainConfig) -> Experiment:
     )
 
 
-def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
+def _pretrained(config: TrainConfig, reward: RewardFunction) -> Experiment:
     """Word problems and the pretrained policy."""
     words = pretrained_tokenizer(config.model.path)
     train, test = chat_problems(config, words)
@@ -148,7 +148,7 @@ def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
         train=train,
         test=test[:tested],
         validation=test[tested : tested + config.warmstart.validation],
-        reward=verifier,
+        reward=reward,
         tokenizer=ChatTokenizer(words, vocab_size=model.config.vocab_size),
         model=model,
     )

@@ -61,7 +61,8 @@ class TrainRun:
     Args:
       experiment: problems, reward, tokenizer, model.
       config: the run's configuration.
-      params: weights to start from (the warm start's); copied.
+      params: weights to start from, of the experiment's model or its warm start. The run takes them over: its first
+        update donates them, so that no copy of a large policy stays in memory.
       directory: the run's own directory, for checkpoints and evidence.
       mesh: devices.
       note: called with sentences worth reading.
@@ -80,7 +81,7 @@ class TrainRun:
         self._experiment, self._config, self._directory, self._note = experiment, config, directory, note
         self._schedule = make_schedule(config.optimizer, config.steps * config.loss.minibatches)
         optimizer = make_optimizer(config.optimizer, self._schedule)
-        state = init_state(jax.tree.map(jnp.copy, params), optimizer)
+        state = init_state(params, optimizer)
         shardings = state_shardings(state, optimizer, mesh)
         self._state: TrainState = jax.device_put(state, shardings)
         self._mesh = mesh

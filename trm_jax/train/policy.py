@@ -74,6 +74,7 @@ def pretrained_directory(path: str) -> Path | None:
     return Path(path) if path and Path(path).is_dir() else None
 
 
+@functools.lru_cache(maxsize=8)
 def pretrained_shape(path: str) -> TransformerConfig:
     """The checkpoint's shape, once its headers have been checked; no weight is read.
 
@@ -85,6 +86,7 @@ def pretrained_shape(path: str) -> TransformerConfig:
         return check_pretrained(place)
 
 
+@functools.lru_cache(maxsize=2)
 def pretrained_tokenizer(path: str) -> PretrainedTokenizer:
     """The tokenizer that came with the checkpoint.
 

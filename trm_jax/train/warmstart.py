@@ -34,7 +34,7 @@ __all__ = ["warm_start", "warmstart_directory"]
 
 def warmstart_directory(root: Path, config: TrainConfig) -> Path:
     """Where the warm start of this configuration lives; arms that share it share the directory."""
-    model = dataclasses.replace(config.model, batch_invariant=False, replay_routes=False)
+    model = dataclasses.replace(config.model, batch_invariant=False, replay_routes=False, remat="none")
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1.0, warmup_steps=0, decay="constant")  # its own
     lengths = (config.rollout.max_prompt_length, config.rollout.max_response_length)
     parts = [dataclasses.asdict(x) for x in (config.task, model, config.warmstart, optimizer, config.mesh)]

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trm_jax.data import Problem, Tokenizer, drop_long_prompts, held_out, read_gsm8k, shipped_problems
+from trm_jax.data import (
+    Problem,
+    Tokenizer,
+    drop_long_prompts,
+    format_prompt,
+    held_out,
+    read_benchmark,
+    shipped_problems,
+)
 from trm_jax.train.config import TrainConfig
 
 __all__ = ["ChatTokenizer", "chat_problems", "word_problems"]
@@ -18,10 +26,10 @@ Split = tuple[list[Problem], list[Problem]]
 def word_problems(config: TrainConfig) -> Split:
     """Training and held-out problems from their files."""
     task = config.task
-    every = _read("task.path", task.path)
+    every = _read(task.kind, "task.path", task.path)
     if task.test_path:
         train, seen = every, {problem.prompt for problem in every}
-        test = [problem for problem in _read("task.test_path", task.test_path) if problem.prompt not in seen]
+        test = [problem for problem in _read(task.kind, "task.test_path", task.test_path) if problem.prompt not in seen]
     else:
         test = [p for p in every if held_out(p.prompt, test_permille=task.test_permille)]
         train = [p for p in every if not held_out(p.prompt, test_permille=task.test_permille)]
@@ -40,10 +48,10 @@ def word_problems(config: TrainConfig) -> Split:
     return train, test
 
 
-def _read(key: str, path: str) -> list[Problem]:
+def _read(kind: str, key: str, path: str) -> list[Problem]:
     """A file, or problems that ship with the package by their name."""
     try:
-        return read_gsm8k(path if Path(path).suffix else shipped_problems(path))
+        return read_benchmark(kind, path if Path(path).suffix else shipped_problems(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}: {error}") from error
 
@@ -60,11 +68,12 @@ def chat_problems(config: TrainConfig, words: Any) -> Split:
     """
     task, limit = config.task, config.rollout.max_prompt_length
     train, test = word_problems(config)
-    turns = [{"role": "system", "content": task.system_prompt}]
+    turns = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
     for shot in train[: task.shots]:
-        turns.append({"role": "user", "content": shot.prompt})
+        turns.append({"role": "user", "content": format_prompt(shot, task.prompt_format)})
         turns.append({"role": "assistant", "content": shot.demonstration or ""})
-    train, test = ([_as_chat(p, words, turns) for p in part] for part in (train[task.shots :], test))
+    parts = (train[task.shots :], test)
+    train, test = ([_as_chat(p, words, turns, task.prompt_format) for p in part] for part in parts)
     tokenizer = ChatTokenizer(words)
     if not task.drop_long_prompts:
         asked = config.eval.prompts + config.warmstart.validation
@@ -89,9 +98,9 @@ def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limi
         )
 
 
-def _as_chat(problem: Problem, tokenizer: Any, turns: list[dict[str, str]]) -> Problem:
-    messages = [*turns, {"role": "user", "content": problem.prompt}]
+def _as_chat(problem: Problem, tokenizer: Any, turns: list[dict[str, str]], prompt_format: str) -> Problem:
     try:
+        messages = [*turns, {"role": "user", "content": format_prompt(problem, prompt_format)}]
         return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
     except ValueError as error:
         raise ValueError(f"{problem.name}: {error}") from error

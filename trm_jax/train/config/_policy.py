@@ -137,7 +137,7 @@ class CheckpointConfig:
       keep: newest checkpoints kept.
       export: when a run ends, or is stopped, write its policy as a Hugging Face directory, "model" beside the
         checkpoints, in this type: "none", "float32", "bfloat16" or "float16". Tokenizer files come along from a
-        directory in model.path.
+        directory in model.path. A run that ended without one is exported by --resume with this option.
     """
 
     every: int = 20

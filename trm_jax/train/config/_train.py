@@ -91,9 +91,9 @@ class TrainConfig:
             "model.batch_invariant holds on one device (sums over a mesh depend on its layout): set mesh to 1 x 1.",
         )
         require(
-            bool(model.path) == (self.task.kind == "gsm8k"),
-            f"model.path={model.path!r} with task.kind={self.task.kind!r}: a pretrained policy goes with 'gsm8k' "
-            "(words), one from scratch with 'reasoning_gym' (the task's own characters).",
+            bool(model.path) == self.task.in_words,
+            f"model.path={model.path!r} with task.kind={self.task.kind!r}: a pretrained policy goes with problems in "
+            "words, such as 'gsm8k', one from scratch with 'reasoning_gym' (the task's own characters).",
         )
         if not model.path:
             widths = f"model.d_model={model.d_model} and model.d_ff={model.d_ff}"
