@@ -102,6 +102,8 @@ def _open(path: Path) -> tuple[TransformerConfig, TensorSource]:
 
         model = read_gguf(path)
         return config_from_hf({**model.config, "model_type": model.model_type}, str(path)), model
+    if path.is_file():
+        raise ValueError(f"{path} is a file, and not a .gguf; give the directory that holds config.json.")
     from trm_jax.models.pretrained import open_safetensors
 
     files = open_safetensors(path)
