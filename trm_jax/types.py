@@ -61,6 +61,9 @@ class RolloutBatch:
       hidden: ``[B, T, D]`` final hidden states from which each token was sampled, or None when not requested.
       support: ``[B, T, ceil(V/8)]`` uint8, the tokens that top-p left, one bit each (bit ``v % 8`` of byte ``v // 8``),
         or None when sampling was not truncated.
+      routed_experts: ``[B, S, M, k]`` int16, the experts that ran, in each of the ``M`` blocks that have some; or None
+        when not requested. ``S = P + T`` positions of a training row, prompt and response without a gap; -1 where none
+        is recorded (the last sampled token, which was never run, and padding).
       temperature: the sampling temperature that ``rollout_logps`` contain (static).
       top_p: the nucleus mass that ``rollout_logps`` contain (static).
     """
@@ -75,6 +78,7 @@ class RolloutBatch:
     group_ids: Int[Array, " B"]
     hidden: Float[Array, "B T D"] | None = None
     support: UInt8[Array, "B T V8"] | None = None
+    routed_experts: Int[Array, "B S M k"] | None = None
     temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
     top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
 

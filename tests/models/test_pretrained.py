@@ -17,6 +17,7 @@ from flax import nnx
 from trm_jax.models import (
     RULES,
     TransformerConfig,
+    check_pretrained,
     config_to_hf,
     export_pretrained,
     load_pretrained,
@@ -152,9 +153,24 @@ def test_config_json_must_be_there_and_be_an_object(moe, tmp_path):
         (place / "config.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             load_pretrained(place)
+    with pytest.raises(ValueError, match=r"config\.json is a file, and not a \.gguf; give the directory"):
+        load_pretrained(place / "config.json")
     (place / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json: no such file"):
         load_pretrained(place)
+
+
+def test_a_check_reads_headers_alone_and_finds_what_loading_would(moe, tmp_path):
+    model, place = moe
+    assert check_pretrained(place) == model.config
+    short = changed(place, tmp_path / "short", lambda w: w.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"missing: model\.norm\.weight"):
+        check_pretrained(short)
+    # Not a number in a tensor is found when it is read.
+    damaged = changed(place, tmp_path / "nan", lambda w: w["model.norm.weight"].fill(np.nan))
+    assert check_pretrained(damaged) == model.config
+    with pytest.raises(ValueError, match=r"model\.norm\.weight holds NaN"):
+        load_pretrained(damaged)
 
 
 MEASURE = """

@@ -52,6 +52,7 @@ def make_engine(
     numerics: RolloutNumerics = RolloutNumerics(),  # noqa: B008 - frozen
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen
     n_experts: int = 0,
+    record_routes: bool = False,
     **sizes: Any,
 ) -> InProcessEngine:
     """An engine with version 1 of the weights, built once. Its constructor wraps its functions with ``jax.jit``."""
@@ -62,7 +63,9 @@ def make_engine(
         | sizes
     )
     with mock.patch.object(jax, "jit", jax.jit if numerics.batch_invariant else quick_jit):
-        engine = InProcessEngine(model, config, numerics=numerics, sampling=sampling, eos_ids=EOS)
+        engine = InProcessEngine(
+            model, config, numerics=numerics, sampling=sampling, eos_ids=EOS, record_routes=record_routes
+        )
     engine.update_weights(1, nnx.state(model, nnx.Param))
     return engine
 

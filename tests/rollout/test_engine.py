@@ -155,6 +155,7 @@ def test_versions_are_those_of_the_weights_that_sampled(tools, prompts, rollout)
     np.testing.assert_array_equal(engine.head_matrix(), newer.head())
 
 
+@pytest.mark.slow  # rescore/test_zero_mismatch holds the same of its own programs
 @pytest.mark.parametrize(
     ("n_experts", "dtype", "sampling"),
     [

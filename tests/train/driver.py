@@ -18,7 +18,8 @@ from trm_jax.data import CharTokenizer, Problem
 from trm_jax.report import JsonlWriter
 from trm_jax.train import arms, checkpoint
 from trm_jax.train.config import TrainConfig
-from trm_jax.train.experiment import Experiment, _scratch
+from trm_jax.train.experiment import Experiment
+from trm_jax.train.policy import random_policy
 
 ALPHABET = "0123456789+="  # 12 characters, pad and end: a vocabulary of 14, which two devices can share
 
@@ -41,7 +42,7 @@ def toy_experiment(config: TrainConfig, reward: Any = even_digit) -> Experiment:
         test=problems(8, 10)[: config.eval.prompts],
         reward=reward,
         tokenizer=tokenizer,
-        model=_scratch(config, tokenizer.vocab_size),
+        model=random_policy(config, tokenizer.vocab_size),
     )
 
 

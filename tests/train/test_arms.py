@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from trm_jax.models import make_mesh
+from trm_jax.models import load_pretrained, make_mesh
 from trm_jax.report import JsonlWriter, collect
 from trm_jax.train import (
     ArmsFailed,
@@ -26,6 +28,7 @@ from trm_jax.train import (
 )
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.load import load_config
+from trm_jax.train.loop import RunOutcome
 from trm_jax.train.records import lock_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
@@ -35,6 +38,41 @@ def on_the_toy(driver, monkeypatch):
     monkeypatch.setattr(arms, "open_experiment", driver._open_toy)
     monkeypatch.setattr(arms, "check_experiment", lambda config: None)
     monkeypatch.setattr(arms, "write_report", lambda root: root / "report.html")
+
+
+@pytest.fixture
+def without_training(on_the_toy, monkeypatch):
+    """Runs that only count: what is tested is what stands around them."""
+
+    class Counted:
+        def __init__(self, experiment, config, params, directory, mesh, *, note):
+            self.config, self.step, self.params = config, 0, params
+
+        def resume(self):
+            return False
+
+        def run(self, *, on_step, should_stop):
+            while self.step < self.config.steps:
+                self.train_step()
+                self.step += 1
+                on_step(self.step, {"step": self.step, "version": self.step, "stage": "rl", "reward/mean": 0.5})
+            return self.outcome("complete")
+
+        def train_step(self):
+            pass
+
+        def outcome(self, status):
+            return RunOutcome(
+                status=status,
+                step=self.step,
+                accuracy_start=math.nan,
+                accuracy_final=math.nan,
+                evaluation_items=0,
+                sampled_tokens=0,
+            )
+
+    monkeypatch.setattr(arms, "TrainRun", Counted)
+    return Counted
 
 
 @pytest.fixture
@@ -61,7 +99,8 @@ def tokens_in(root: Path, arm: str) -> int:
 def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_of, tmp_path, capsys):
     warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1}
     two = {"plain": {}, "lagged": {"name": "one behind", "role": "lag_only", "rollout": {"lag": 1}}}
-    report = run_experiment(config_of(arms=two, warmstart=warm), command=["trm-jax", "train", "a b.toml"])
+    start = config_of(arms=two, warmstart=warm)
+    report = run_experiment(start, command=["trm-jax", "train", "a b.toml"])
     root = tmp_path / "run"
     assert report == root / "report.html"
     assert len(list((root / "warmstart").iterdir())) == 1
@@ -85,8 +124,8 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     # A directory that holds a run is left alone unless one asks for it.
     before = (root / "arms" / "plain" / "seed0" / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"already holds a run\. Continue it with --resume"):
-        run_experiment(config_of(arms=two, warmstart=warm))
-    run_experiment(config_of(arms=two, warmstart=warm), resume=True)
+        run_experiment(start)
+    run_experiment(start, resume=True)
     assert "done before" in capsys.readouterr().out
     assert (root / "arms" / "plain" / "seed0" / "metrics.jsonl").read_bytes() == before
     assert json.loads((root / "run.json").read_text())["command"] == "trm-jax train 'a b.toml'"
@@ -96,11 +135,24 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     with pytest.raises(ValueError, match=r"another configuration \(loss\.clip_low, optimizer\.learning_rate differ\)"):
         run_experiment(config_of(arms=two, warmstart=warm, title="other", **changed), resume=True)
     assert json.loads((root / "run.json").read_text())["title"] == "run"  # refused before anything was written
-    # One arm and seed more may join; what was there stays listed.
-    run_experiment(config_of(arms={"third": {}}, warmstart=warm, seeds=[1]), resume=True)
-    head = json.loads((root / "run.json").read_text())
+
+    # A run that ended without an export may have one; nothing else of it changes.
+    run_experiment(config_of(arms=two, warmstart=warm, checkpoint={"every": 2, "export": "float32"}), resume=True)
+    assert "the policy after step 2: " in capsys.readouterr().out
+    assert (root / "arms" / "plain" / "seed0" / "metrics.jsonl").read_bytes() == before
+    for slug in two:
+        policy = load_pretrained(root / "arms" / slug / "seed0" / "model")
+        assert policy.config == start.arms[0].train.model.scratch(14)
+        assert result(root, slug)["status"] == "complete"
+
+
+def test_one_arm_and_seed_more_may_join_and_what_was_there_stays_listed(without_training, config_of, tmp_path):
+    run_experiment(config_of(arms={"plain": {}, "lagged": {"rollout": {"lag": 1}}}))
+    run_experiment(config_of(arms={"third": {}}, seeds=[1]), resume=True)
+    head = json.loads((tmp_path / "run" / "run.json").read_text())
     assert {arm["slug"] for arm in head["arms"]} == {"plain", "lagged", "third"}
     assert head["seeds"] == [0, 1]
+    assert result(tmp_path / "run", "third", seed=1)["status"] == "complete"
 
 
 def test_a_place_that_cannot_be_written_is_named(on_the_toy, config_of, tmp_path):
@@ -110,7 +162,7 @@ def test_a_place_that_cannot_be_written_is_named(on_the_toy, config_of, tmp_path
             run_experiment(config_of(directory=str(directory)))
 
 
-def test_a_second_process_is_kept_out(on_the_toy, config_of, tmp_path):
+def test_a_second_process_is_kept_out(without_training, config_of, tmp_path):
     root = tmp_path / "run"
     with lock_root(root):
         with pytest.raises(ValueError, match=r"another process is running in .*run"):
@@ -119,7 +171,7 @@ def test_a_second_process_is_kept_out(on_the_toy, config_of, tmp_path):
     run_experiment(config_of())
 
 
-def test_metrics_that_cannot_be_written_end_the_run_in_words(on_the_toy, config_of, tmp_path, monkeypatch):
+def test_metrics_that_cannot_be_written_end_the_run_in_words(without_training, config_of, tmp_path, monkeypatch):
     def full(self, step, metrics):
         raise OSError(28, "No space left on device")
 
@@ -150,15 +202,13 @@ def test_broken_records_are_named(on_the_toy, config_of, tmp_path):
 
 
 def test_a_run_that_goes_non_finite_is_recorded_and_the_others_go_on(
-    on_the_toy, config_of, tmp_path, monkeypatch, capsys
+    without_training, config_of, tmp_path, monkeypatch, capsys
 ):
     def fail(self):
-        if self.step == 1 and self._config.rollout.lag == 1:
+        if self.step == 1 and self.config.rollout.lag == 1:
             raise NonFiniteError("step 2: the loss is not finite. The batch is in broken.npz.")
-        return proper(self)
 
-    proper = arms.TrainRun._train_step
-    monkeypatch.setattr(arms.TrainRun, "_train_step", fail)
+    monkeypatch.setattr(without_training, "train_step", fail)
     three = {"before": {}, "broken": {"rollout": {"lag": 1}}, "after": {}}
     with pytest.raises(ArmsFailed, match=r"1 of 3 runs failed: arm broken, seed 0: step 2: .*broken\.npz") as caught:
         run_experiment(config_of(arms=three))
@@ -176,16 +226,15 @@ def test_a_run_that_goes_non_finite_is_recorded_and_the_others_go_on(
 
 
 def test_a_warm_start_that_diverges_fails_the_arms_that_share_it_and_no_other(
-    on_the_toy, config_of, tmp_path, monkeypatch
+    without_training, config_of, tmp_path, monkeypatch
 ):
     def diverge(experiment, train, *rest, **named):
         if train.warmstart.corruption == 0:
             tried.append(train.seed)
             raise NonFiniteError("warm start, step 1: loss nan")
-        return proper(experiment, train, *rest, **named)
+        return nnx.state(experiment.model)
 
     tried: list[int] = []
-    proper = arms.warm_start
     monkeypatch.setattr(arms, "warm_start", diverge)
     warm = {"steps": 1, "batch_size": 4, "warmup_steps": 1, "corruption": 0.0}
     three = {"one": {}, "two": {}, "other": {"warmstart": {"corruption": 0.5}}}
@@ -244,7 +293,7 @@ def test_tasks_and_lengths_that_do_not_fit(override, words):
         assert word in str(caught.value), caught.value
 
 
-WORDS = {"task.kind": "gsm8k", "model.source": "smollm2"}
+WORDS = {"task.kind": "gsm8k", "model": {"path": "smollm2"}}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +301,7 @@ WORDS = {"task.kind": "gsm8k", "model.source": "smollm2"}
     [
         (None, ["task.path", "no file", "problems.jsonl"]),
         ([], ["task.path", "no records"]),
-        (["{}"], ["line 1", "question"]),
+        (["{}"], ["line 1", "no column"]),
         (['{"question": "1+1?", "answer": "#### 2"}', '{"question": '], ["problems.jsonl", "line 2", "not JSON"]),
         (['{"question": "1+1?", "answer": "two"}'], ["line 1", "####"]),
         (['{"question": "1+1?", "answer": "#### 2"}'], ["no held-out problem", "task.test_path"]),

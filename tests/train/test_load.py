@@ -165,8 +165,23 @@ def test_a_malformed_override_shows_how_it_is_written(text):
         ('steps="3"', ["steps", "'3'", "int"]),
         ("optimizer.b1=true", ["optimizer.b1", "True", "float"]),
         ('optimizer.learning_rate="1e-3"', ["optimizer.learning_rate", "'1e-3'", "float"]),
-        ("model.remat=1", ["model.remat", "1", "bool"]),
-        ("model.remat=yes", ["model.remat", "'yes'", "bool"]),
+        ("model.batch_invariant=1", ["model.batch_invariant", "1", "bool"]),
+        ("model.batch_invariant=yes", ["model.batch_invariant", "'yes'", "bool"]),
+        ("model.remat=true", ["model.remat", "True", "none, dots, full"]),
+        ("model.architecture=mistral", ["model.architecture", "'mistral'", "qwen3_moe"]),
+        ("model.param_dtype=float16", ["model.param_dtype", "'float16'", "bfloat16"]),
+        ("model.experts=sparse", ["model.experts", "'sparse'", "megablox"]),
+        ("rollout.numerics.experts=sparse", ["rollout.numerics.experts", "'sparse'", "blocked"]),
+        ("checkpoint.export=true", ["checkpoint.export", "True", "bfloat16"]),
+        ("model.shape={n_kv_headss=2}", ["model", "shape", "n_kv_headss", "did you mean n_kv_heads"]),
+        ("model.shape={n_kv_heads=3}", ["model", "n_kv_heads=3 must divide n_heads=4"]),
+        ("model.shape={n_kv_heads=2.0}", ["model", "shape.n_kv_heads", "2.0", "int"]),
+        ("model.shape={latent={kv_rank=8}}", ["model", "shape.latent", "rope_dim", "missing"]),
+        ("model.shape={d_model=8}", ["model", "shape.d_model", "key of its own"]),
+        ("model.shape={vocab_size=8}", ["model", "shape.vocab_size", "from the task"]),
+        ("model.shape=3", ["model.shape", "3", "table"]),
+        ("task.kind=dapo", ["task", "kind='dapo'", "dapo_math_17k"]),
+        ("task.prompt_format=boxes", ["task", "'boxes'", "answer_line", "{question}"]),
         ("title=3", ["title", "3", "str"]),
         ("seeds=3", ["seeds", "3", "list"]),
         ("seeds=[0.5]", ["seeds", "0.5", "int"]),
@@ -249,8 +264,15 @@ CONTRADICTIONS = [
     ("loss.kind=masked loss.dual_clip=3.0 loss.clip_low=0.9", ["clip_low=0.9, dual_clip=3.0", "kind='clipped'"]),
     ("eval.greedy=true eval.temperature=0.7", ["temperature=0.7", "greedy"]),
     ("model.batch_invariant=true mesh.data=2", ["batch_invariant", "one device"]),
-    ("task.kind=gsm8k", ["gsm8k", "smollm2"]),
-    ("model.source=smollm2", ["gsm8k", "smollm2"]),
+    ("task.kind=gsm8k", ["model.path=''", "task.kind='gsm8k'"]),
+    ("model.path=smollm2", ["model.path='smollm2'", "gsm8k"]),
+    ("model.path=here task.kind=gsm8k model.d_model=8", ["d_model=8", "path='here' brings its own shape"]),
+    ("model.path=here task.kind=gsm8k model.architecture=qwen3", ["architecture='qwen3'", "brings its own shape"]),
+    ("model.architecture=qwen3 model.n_experts=4", ["'qwen3' has no experts", "qwen3_moe"]),
+    ("model.replay_routes=true", ["model.replay_routes", "mixture of experts"]),
+    ("model.experts=blocked", ["model.experts", "mixture of experts"]),
+    ("rollout.numerics.experts=blocked", ["rollout.numerics.experts", "mixture of experts"]),
+    ("model.n_experts=4 model.experts=blocked model.batch_invariant=true", ["'blocked'", "batch_invariant"]),
     ("loss.kind=masked correction.preset=cis", ["loss.kind='masked'", "cis", "ignored"]),
     ("loss.kind=masked correction.preset=token_mask", ["loss.kind='masked'", "token_outlier"]),
     ("correction.numerator=policy", ["numerator", "proximal"]),
@@ -319,3 +341,16 @@ def test_the_default_correction_is_a_trust_region_and_thresholds_alone_adjust_it
     assert load_config(path).arms[0].train.correction == dataclasses.replace(trust_region, max_token_kl=0.9)
     path.write_text('steps = 1\n[correction]\nweight = "cis"\n')
     assert load_config(path).arms[0].train.correction == CorrectionConfig(weight="cis")
+
+
+def test_an_architecture_is_chosen_by_name_and_changed_by_its_fields(tmp_path: Path) -> None:
+    text = '[model]\narchitecture = "deepseek_v2"\nn_layers = 3\n'
+    shape = (
+        load(tmp_path, text + "shape = { expert_scale = 2.0, latent = { kv_rank = 20 } }")
+        .arms[0]
+        .train.model.scratch(14)
+    )
+    assert shape.latent is not None
+    assert (shape.latent.kv_rank, shape.latent.rope_dim, shape.expert_scale) == (20, 12, 2.0)
+    assert (shape.vocab_size, shape.n_layers, shape.n_dense_layers, shape.n_experts) == (14, 3, 1, 8)
+    assert load(tmp_path, text, "model.n_experts=4").arms[0].train.model.scratch(14).n_experts == 4

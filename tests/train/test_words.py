@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from trm_jax.models import Transformer, TransformerConfig, make_mesh
+from trm_jax.models import Transformer, TransformerConfig, export_pretrained, load_pretrained, make_mesh
 from trm_jax.models.pretrained import PretrainedTokenizer
-from trm_jax.train import TrainRun, experiment, open_experiment
+from trm_jax.train import CheckpointError, TrainRun, check_experiment, experiment, open_experiment
+from trm_jax.train.export import export_policy
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("math_verify")
@@ -41,14 +44,22 @@ def byte_tokenizer() -> PretrainedTokenizer:
     )
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A Hugging Face directory; its embedding has two rows more than the tokenizer has tokens."""
+    shape = TransformerConfig(
+        vocab_size=261, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=16, tie_embeddings=True
+    )
+    model = Transformer(shape, rngs=nnx.Rngs(0))
+    place = export_pretrained(model, tmp_path_factory.mktemp("hub") / "tiny")
+    (place / "tokenizer.json").write_text("{}")
+    return place
+
+
 @pytest.fixture
 def tiny_model(monkeypatch) -> None:
-    """The pretrained model's own loader insists on its shape; everything after it is the real thing."""
-    shape = TransformerConfig(
-        vocab_size=259, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=16, tie_embeddings=True
-    )
-    loaded = Transformer(shape, rngs=nnx.Rngs(0)), byte_tokenizer()
-    monkeypatch.setattr(experiment, "load_smollm2_model", lambda path: loaded)
+    """The tokenizer is not read from the directory; everything else is the real thing."""
+    monkeypatch.setattr(experiment, "pretrained_tokenizer", lambda path: byte_tokenizer())
 
 
 def write_problems(path: Path, texts: list[str]) -> str:
@@ -58,14 +69,14 @@ def write_problems(path: Path, texts: list[str]) -> str:
 
 
 @pytest.fixture
-def words(make_config, tmp_path):
+def words(make_config, tmp_path, checkpoint):
     """A configuration over four problems to learn from and two to be tested on, with changes."""
 
     def make(changes: dict[str, Any] | None = None):
         return make_config(
             {
                 "steps": 1,
-                "model.source": "smollm2",
+                "model": {"path": str(checkpoint)},
                 "warmstart.steps": 0,
                 "task.kind": "gsm8k",
                 "task.system_prompt": "?",
@@ -93,6 +104,8 @@ def test_one_step_on_word_problems(tiny_model, words, tmp_path):
         assert [problem.prompt.split("user\n")[1][:10] for problem in opened.test] == ["question x", "question y"]
         rewards = opened.score(opened.train[:3], ["so \\boxed{0}", "so \\boxed{7}", ""])
         np.testing.assert_array_equal(rewards, [1.0, 0.0, 0.0])
+        assert (opened.tokenizer.vocab_size, opened.model.config.vocab_size) == (261, 261)
+        assert opened.tokenizer.decode([100, 260, 101]) == byte_tokenizer().decode([100, 101])
         run = TrainRun(opened, config, nnx.state(opened.model), tmp_path / "run", make_mesh(), note=notes.append)
         outcome = run.run(on_step=lambda step, record: records.append(record))
     assert (outcome.status, outcome.step, outcome.evaluation_items) == ("complete", 1, 2)
@@ -138,16 +151,89 @@ def test_shots_are_turns_of_the_chat_and_no_longer_problems(tiny_model, words):
         pass
 
 
+def test_a_published_set_is_asked_and_judged_in_its_own_way(tiny_model, words, tmp_path):
+    record = {"question": "which letter?", "choices": ["u", "v", "w", "x"], "answer": 2, "subject": "astronomy"}
+    path = tmp_path / "mmlu.jsonl"
+    path.write_text(json.dumps(record))
+    asked = "Pick one.\nwhich letter?\n(A) u\n(B) v\n(C) w\n(D) x"
+    changes = {
+        "task.kind": "mmlu_stem",
+        "task.path": str(path),
+        "task.test_path": "",
+        "task.test_permille": 0,
+        "task.prompt_format": "Pick one.\n{question}\n{choices}",
+        "task.system_prompt": "",
+        "eval.prompts": 0,
+        "rollout.max_prompt_length": 100,
+    }
+    with open_experiment(words(changes)) as opened:
+        (problem,) = opened.train
+        assert problem.prompt == f"<|start|>user\n{asked}<|end|>\n<|start|>assistant\n"
+        np.testing.assert_array_equal(opened.score([problem] * 2, ["\\boxed{C}", "\\boxed{A}"]), [1.0, 0.0])
+
+
 def test_control_tokens_in_a_problem_are_refused(tiny_model, words, tmp_path):
     path = write_problems(tmp_path / "bad.jsonl", ["a<|end|>b"])
     with pytest.raises(ValueError, match=r"bad\.jsonl\[0\]: .*<\|end\|>"), open_experiment(words({"task.path": path})):
         pass
 
 
-def test_without_the_model_file_the_command_to_get_it_is_named(words, tmp_path):
-    missing = str(tmp_path / "no.gguf")
+def test_what_is_wrong_with_the_path_is_said_before_anything_runs(words, checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"model\.path: there is nothing at .*no\.gguf.*trm-jax fetch smollm2"):
+        check_experiment(words({"model.path": str(tmp_path / "no.gguf")}))
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text((checkpoint / "config.json").read_text())
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"model\.path: .*Pickled weights are never loaded"):
+        check_experiment(words({"model.path": str(pickled)}))
+    renamed = shutil.copytree(checkpoint, tmp_path / "renamed")
+    (renamed / "model.safetensors").write_bytes(
+        (checkpoint / "model.safetensors").read_bytes().replace(b"model.norm.weight", b"model.nrom.weight")
+    )
+    with pytest.raises(ValueError, match=r"missing: model\.norm\.weight; surplus: model\.nrom\.weight \[16\]"):
+        check_experiment(words({"model.path": str(renamed)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.tensor": 8}, r"^mesh: parameter .* does not divide by mesh axis 'tensor' of size 8"),
+        (
+            {"rollout.numerics": {"weight_format": "int4", "group_size": 32}},
+            r"^rollout\.numerics: parameter .*group",
+        ),
+        ({"model.replay_routes": True}, r"^model\.replay_routes needs a mixture of experts; model\.path=.* is dense"),
+        ({"rollout.numerics": {"routing_jitter": 0.1}}, r"^rollout\.numerics\.routing_jitter needs a mixture"),
+    ],
+)
+def test_what_the_checkpoint_cannot_do_is_said_before_anything_runs(words, tiny_model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_experiment(words(changes))
+
+
+def test_a_tokenizer_of_another_model_is_refused(words, tiny_model, monkeypatch):
+    larger = byte_tokenizer()
+    larger.vocab_size = 400
+    monkeypatch.setattr(experiment, "pretrained_tokenizer", lambda path: larger)
     with (
-        pytest.raises(ValueError, match=r"no model at .*no\.gguf.*trm-jax fetch smollm2"),
-        open_experiment(words({"model.path": missing})),
+        pytest.raises(ValueError, match=r"model\.path: its tokenizer has 400 ids, its embedding 261 rows"),
+        open_experiment(words()),
     ):
         pass
+
+
+def test_an_exported_policy_is_the_policy_with_the_files_of_its_tokenizer(words, tiny_model, checkpoint, tmp_path):
+    config, place = words({"checkpoint.export": "float32"}), tmp_path / "run" / "model"
+    with open_experiment(config) as opened:
+        params = jax.tree.map(lambda x: x + 1, nnx.state(opened.model))
+        place.mkdir(parents=True)
+        (place / "of an earlier run").touch()
+        assert export_policy(opened.graphdef, params, config, place) == place
+    assert sorted(file.name for file in place.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert [path.name for path in place.parent.iterdir()] == ["model"]
+    for a, b in zip(jax.tree.leaves(nnx.state(load_pretrained(place))), jax.tree.leaves(params), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"could not export the policy to .*file.*--resume"):
+        export_policy(opened.graphdef, params, config, tmp_path / "file" / "model")

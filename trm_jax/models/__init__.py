@@ -1,5 +1,6 @@
 """Transformers in Flax NNX, with logical axis names; hidden states and output head are exposed apart."""
 
+from trm_jax.models._architectures import architecture_config as architecture_config
 from trm_jax.models._block import RematPolicy as RematPolicy
 from trm_jax.models._cache import KVCache as KVCache
 from trm_jax.models._cache import TransformerOutput as TransformerOutput
@@ -15,6 +16,7 @@ from trm_jax.models._head import head_token_logps as head_token_logps
 from trm_jax.models._head import restrict_log_probs as restrict_log_probs
 from trm_jax.models._hf_config import config_from_hf as config_from_hf
 from trm_jax.models._hf_config_write import config_to_hf as config_to_hf
+from trm_jax.models._pretrained import check_pretrained as check_pretrained
 from trm_jax.models._pretrained import load_pretrained as load_pretrained
 from trm_jax.models._quantize import QuantizedArray as QuantizedArray
 from trm_jax.models._quantize import WeightFormat as WeightFormat

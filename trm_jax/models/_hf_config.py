@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,10 +55,35 @@ class _Fields:
         value = self._left.pop(name, None)
         return default if value is None else value
 
-    def nullable(self, name: str) -> Any:
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number, above 0 unless that is its default; required without one."""
+        value = self.need(name) if default is None else self.get(name, default)
+        least = 0 if default == 0 else 1
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            raise ValueError(f"{self._where}: {name}={value!r}: a whole number of at least {least} is required.")
+        return int(value)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number; required without a default."""
+        return self.finite(name, self.need(name) if default is None else self.get(name, default))
+
+    def finite(self, name: str, value: Any) -> float:
+        """``value`` of field ``name`` as a float."""
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"{self._where}: {name}={value!r}: a finite number is required.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        if not isinstance(value := self.get(name, default), bool):
+            raise ValueError(f"{self._where}: {name}={value!r}: true or false is required.")
+        return value
+
+    def nullable(self, name: str) -> int | None:
+        """A whole number or null, which must be written."""
         if name not in self._left:
             raise ValueError(f"{self._where}: field {name!r} is missing; give it, if only as null.")
-        return self._left.pop(name)
+        return self.whole(name, 0) or None
 
     def only(self, name: str, *allowed: Any) -> None:
         if name in self._left and (value := self._left.pop(name)) not in allowed:
@@ -94,29 +121,27 @@ qwen3_moe, deepseek_v2.
     """
     fields = _Fields(raw, where)
     kind = fields.get("model_type", None)
-    if kind not in MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise ValueError(f"{where}: model_type={kind!r} is not supported; choose one of {', '.join(MODEL_TYPES)}.")
     if kind.startswith("qwen") and "num_key_value_heads" not in raw:  # there its default is not the number of heads
         fields.need("num_key_value_heads")
-    heads, width = int(fields.need("num_attention_heads")), int(fields.need("hidden_size"))
+    heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     shape: dict[str, Any] = {
-        "vocab_size": int(fields.need("vocab_size")),
+        "vocab_size": fields.whole("vocab_size"),
         "d_model": width,
-        "n_layers": int(fields.need("num_hidden_layers")),
+        "n_layers": fields.whole("num_hidden_layers"),
         "n_heads": heads,
-        "n_kv_heads": int(
-            fields.need("num_key_value_heads") if "qwen" in kind else fields.get("num_key_value_heads", heads)
-        ),
-        "norm_eps": float(fields.need("rms_norm_eps")),
-        "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
+        "n_kv_heads": fields.whole("num_key_value_heads", None if "qwen" in kind else heads),
+        "norm_eps": fields.number("rms_norm_eps"),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
     }
     longest = raw.get("max_position_embeddings")
     shape |= _rope(fields, longest, where, scores=kind == "deepseek_v2")
     if kind == "deepseek_v2":
         shape |= _deepseek(fields)
     else:
-        shape["head_dim"] = int(fields.need("head_dim") if kind == "qwen3" else fields.get("head_dim", width // heads))
-        dense_ff = int(fields.need("intermediate_size"))  # the mixtures keep it, though no layer has that width
+        shape["head_dim"] = fields.whole("head_dim", None if kind == "qwen3" else width // heads)
+        dense_ff = fields.whole("intermediate_size")  # the mixtures keep it, though no layer has that width
         shape["d_ff"] = dense_ff
         shape |= _qwen_parts(kind, fields)
     fields.finish()
@@ -125,8 +150,11 @@ qwen3_moe, deepseek_v2.
 
 def _rope(fields: _Fields, longest: int | None, where: str, *, scores: bool) -> dict[str, Any]:
     joint = fields.get("rope_parameters", None)
-    rope = dict(fields.get("rope_scaling", {}) if joint is None else joint)
-    theta = rope.pop("rope_theta", None) or fields.get("rope_theta", 10_000.0)
+    given = fields.get("rope_scaling", {}) if joint is None else joint
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: rope_scaling={given!r}: an object is required.")
+    rope = dict(given)
+    theta = fields.finite("rope_theta", rope.pop("rope_theta", None) or fields.get("rope_theta", 10_000.0))
     kinds = {rope.pop(name) for name in ("type", "rope_type") if name in rope} or {"default"}
     rope = {name: value for name, value in rope.items() if value is not None}
     if kinds == {"default"}:
@@ -140,59 +168,56 @@ def _rope(fields: _Fields, longest: int | None, where: str, *, scores: bool) -> 
         shown = ", ".join(f"{name}={rope[name]!r}" for name in unknown)
         raise ValueError(f"{where}: rope_scaling fields that are not supported: {shown}")
     if not known:
-        return {"rope_theta": float(theta)}
+        return {"rope_theta": theta}
     length = rope.get("original_max_position_embeddings", longest)
     if "factor" not in rope or length is None:
         raise ValueError(f"{where}: yarn needs 'factor' and 'original_max_position_embeddings', given {sorted(rope)}.")
-    numbers = {
-        name: float(rope[name]) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if name in rope
-    }
-    return {
-        "rope_theta": float(theta),
-        "yarn": YarnConfig(factor=float(rope["factor"]), original_length=int(length), **numbers),
-    }
+    values = {name: fields.finite(f"rope_scaling.{name}", rope[name]) for name in known & rope.keys()}
+    values.pop("original_max_position_embeddings", None)
+    original = int(fields.finite("rope_scaling.original_max_position_embeddings", length))
+    return {"rope_theta": theta, "yarn": YarnConfig(original_length=original, **values)}
 
 
 def _qwen_parts(kind: str, fields: _Fields) -> dict[str, Any]:
     parts: dict[str, Any] = {
-        "qkv_bias": bool(fields.get("qkv_bias", True)) if kind == "qwen2_moe" else kind == "qwen2",
+        "qkv_bias": fields.flag("qkv_bias", True) if kind == "qwen2_moe" else kind == "qwen2",
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
     }
     if kind not in ("qwen2_moe", "qwen3_moe"):
         return parts
     parts |= {
-        "d_ff": int(fields.need("moe_intermediate_size")),
-        "n_experts": int(fields.need("num_experts")),
-        "experts_per_token": int(fields.need("num_experts_per_tok")),
-        "normalize_experts": bool(fields.get("norm_topk_prob", False)),
+        "d_ff": fields.whole("moe_intermediate_size"),
+        "n_experts": fields.whole("num_experts"),
+        "experts_per_token": fields.whole("num_experts_per_tok"),
+        "normalize_experts": fields.flag("norm_topk_prob", False),
     }
     if kind == "qwen2_moe":
-        parts |= {"d_ff_shared": int(fields.need("shared_expert_intermediate_size")), "shared_router": True}
+        parts |= {"d_ff_shared": fields.whole("shared_expert_intermediate_size"), "shared_router": True}
     return parts
 
 
 def _deepseek(fields: _Fields) -> dict[str, Any]:
-    plain, rope = int(fields.need("qk_nope_head_dim")), int(fields.need("qk_rope_head_dim"))
+    plain, rope = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
     rank = fields.nullable("q_lora_rank")
     fields.only("head_dim", rope, None)  # what Transformers 4 calls so here is the rotary part
     fields.only("qk_head_dim", plain + rope, None)
     fields.only("norm_topk_prob", False)
-    width, dense = int(fields.need("moe_intermediate_size")), int(fields.get("first_k_dense_replace", 0))
-    dense_ff = int(fields.need("intermediate_size"))
+    width, dense = fields.whole("moe_intermediate_size"), fields.whole("first_k_dense_replace", 0)
+    dense_ff = fields.whole("intermediate_size")
     return {
         "head_dim": plain + rope,
         "latent": LatentConfig(
-            kv_rank=int(fields.need("kv_lora_rank")),
+            kv_rank=fields.whole("kv_lora_rank"),
             rope_dim=rope,
-            value_dim=int(fields.need("v_head_dim")),
-            query_rank=None if rank is None else int(rank),
+            value_dim=fields.whole("v_head_dim"),
+            query_rank=rank,
         ),
         "d_ff": width,
-        "n_experts": int(fields.need("n_routed_experts")),
-        "experts_per_token": int(fields.need("num_experts_per_tok")),
+        "n_experts": fields.whole("n_routed_experts"),
+        "experts_per_token": fields.whole("num_experts_per_tok"),
         "normalize_experts": False,
-        "expert_scale": float(fields.get("routed_scaling_factor", 1.0)),
-        "d_ff_shared": width * int(fields.nullable("n_shared_experts") or 0),
+        "expert_scale": fields.number("routed_scaling_factor", 1.0),
+        "d_ff_shared": width * (fields.nullable("n_shared_experts") or 0),
         "n_dense_layers": dense,
         "d_ff_dense": dense_ff if dense else 0,
     }

@@ -22,7 +22,7 @@ from trm_jax.models._hf_tensors import Slot, checkpoint_slots
 from trm_jax.models._sharding import RULES, param_shardings
 from trm_jax.models._transformer import Transformer
 
-__all__ = ["TensorSource", "fill_parameters", "load_pretrained"]
+__all__ = ["TensorSource", "check_pretrained", "fill_parameters", "load_pretrained"]
 
 _FLOAT32 = jnp.dtype("float32")
 _BUFFERS = ".rotary_emb.inv_freq"  # stored by old versions of Transformers; computed here
@@ -81,12 +81,29 @@ def load_pretrained(
     return fill_parameters(config, source, param_dtype=param_dtype, mesh=mesh, rules=rules)
 
 
+def check_pretrained(path: str | Path) -> TransformerConfig:
+    """The shape of a checkpoint, after every check that needs no weight to be read.
+
+    Args:
+      path: as ``load_pretrained`` takes it.
+
+    Raises:
+      FileNotFoundError: no such path, no ``config.json``, no weights.
+      ValueError: as ``load_pretrained``, but for values and places: the headers alone are read.
+    """
+    config, source = _open(Path(path))
+    _check_tensors(source, list(checkpoint_slots(config)))
+    return config
+
+
 def _open(path: Path) -> tuple[TransformerConfig, TensorSource]:
     if path.suffix == ".gguf":
         from trm_jax.models.pretrained import read_gguf
 
         model = read_gguf(path)
         return config_from_hf({**model.config, "model_type": model.model_type}, str(path)), model
+    if path.is_file():
+        raise ValueError(f"{path} is a file, and not a .gguf; give the directory that holds config.json.")
     from trm_jax.models.pretrained import open_safetensors
 
     files = open_safetensors(path)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax import ops
-from trm_jax.models import ComputeConfig, Transformer, head_token_logps
+from trm_jax.models import ComputeConfig, RematPolicy, Transformer, head_token_logps
 from trm_jax.rescore._rows import training_rows
 from trm_jax.types import RolloutBatch
 
@@ -14,7 +14,12 @@ __all__ = ["policy_logps", "response_states", "scored_tokens"]
 
 
 def response_states(
-    model: Transformer, rollout: RolloutBatch, *, compute: ComputeConfig, remat: bool = False
+    model: Transformer,
+    rollout: RolloutBatch,
+    *,
+    compute: ComputeConfig,
+    remat: bool | RematPolicy = False,
+    replay_routes: bool = False,
 ) -> Float[Array, "B T D"]:
     """Final hidden states from which the training model predicts every response token.
 
@@ -23,12 +28,25 @@ def response_states(
       rollout: the sampled tokens.
       compute: the training side's arithmetic.
       remat: recompute activations in the backward pass.
+      replay_routes: use the experts that the engine recorded (routing replay, R3: Ma et al., arXiv 2510.11370); their
+        weights still come from this model's router, and are differentiable.
 
     Returns:
       ``[B, T, D]`` in the compute dtype; at masked slots, states of padding.
+
+    Raises:
+      ValueError: routes are to be replayed and none are recorded, or those of another model.
     """
     tokens, states = training_rows(rollout)
-    hidden = model(tokens, compute=compute, remat=remat).hidden
+    routes = rollout.routed_experts if replay_routes else None
+    if replay_routes and routes is None:
+        raise ValueError(
+            "replay_routes=True needs the experts that the engine chose, but the rollout holds none: sample with an "
+            "engine that records them (record_routes=True)."
+        )
+    if routes is not None:
+        routes = jnp.moveaxis(routes, 2, 0).astype(jnp.int32)
+    hidden = model(tokens, compute=compute, remat=remat, routed_experts=routes).hidden
     return jnp.take_along_axis(hidden, states[:, :, None], axis=1)
 
 
@@ -46,7 +64,8 @@ def policy_logps(
     rollout: RolloutBatch,
     *,
     compute: ComputeConfig,
-    remat: bool = False,
+    remat: bool | RematPolicy = False,
+    replay_routes: bool = False,
     hidden: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probs of the sampled tokens under the training model, and its entropy, at the rollout's temperature.
@@ -56,6 +75,7 @@ def policy_logps(
       rollout: the sampled tokens; when it has a support (top-p), both values are taken within it.
       compute: the training side's arithmetic.
       remat: recompute activations in the backward pass.
+      replay_routes: use the experts that the engine recorded (see ``response_states``).
       hidden: response states, when they have been computed already.
 
     Returns:
@@ -63,7 +83,8 @@ def policy_logps(
       its support has ``-inf``.
 
     Raises:
-      ValueError: a rollout sampled with ``top_p < 1`` that did not record its support.
+      ValueError: a rollout sampled with ``top_p < 1`` that did not record its support; routes that are to be replayed
+        and were not recorded.
     """
     if rollout.top_p < 1 and rollout.support is None:
         raise ValueError(
@@ -71,7 +92,7 @@ def policy_logps(
             "compared with the training model's. Record the support at sampling time, or sample with top_p=1."
         )
     if hidden is None:
-        hidden = response_states(model, rollout, compute=compute, remat=remat)
+        hidden = response_states(model, rollout, compute=compute, remat=remat, replay_routes=replay_routes)
     batch, length, width = hidden.shape
     flat = hidden.reshape(-1, width)
     tokens, support = scored_tokens(rollout)

@@ -26,6 +26,7 @@ def rescore(
     *,
     compute: ComputeConfig,
     microbatches: int = 1,
+    replay_routes: bool = False,
 ) -> tuple[ScoredBatch, dict[str, tuple[Array, Array]]]:
     """Recomputes log-probs of the sampled tokens and, where hidden states were recorded, the exact KL and TV.
 
@@ -41,6 +42,7 @@ def rescore(
         ``rollout.hidden`` is given.
       compute: the training side's arithmetic.
       microbatches: row groups processed one after another, to bound memory; divides ``B``.
+      replay_routes: use the experts that the engine recorded (see ``response_states``).
 
     Returns:
       The scored batch, and ``{"max/recorded_logp_error": (value, 1)}`` when it could be taken: the largest difference
@@ -48,8 +50,8 @@ def rescore(
       is not what the engine sampled from. What stands at masked slots of the rollout reaches no valid slot.
 
     Raises:
-      ValueError: hidden states without a head, a truncated rollout without its support, or ``microbatches`` that does
-        not divide ``B``.
+      ValueError: hidden states without a head, a truncated rollout without its support, replay without routes, or
+        ``microbatches`` that does not divide ``B``.
 
     >>> from trm_jax.models import TransformerConfig
     >>> model = Transformer(TransformerConfig(vocab_size=16), rngs=nnx.Rngs(0))
@@ -73,7 +75,7 @@ def rescore(
     model: Transformer = nnx.merge(graphdef, params)
 
     def one(part: RolloutBatch) -> dict[str, Array]:
-        hidden = response_states(model, part, compute=compute)
+        hidden = response_states(model, part, compute=compute, replay_routes=replay_routes)
         logps, entropy = policy_logps(model, part, compute=compute, hidden=hidden)
         out = {"logps": logps, "entropy": entropy}
         if part.hidden is None or rollout_head is None:

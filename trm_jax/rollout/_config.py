@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from trm_jax.models import ComputeConfig, WeightFormat
+from trm_jax.models import ComputeConfig, ExpertImplementation, WeightFormat
 
 __all__ = ["EngineConfig", "RolloutNumerics", "SamplingConfig"]
 
@@ -50,6 +50,8 @@ class RolloutNumerics:
       routing_jitter: standard deviation of noise on the router's logits (MoE only), in logit units.
       batch_invariant: fixed-tile arithmetic; with the same on the training side, float32 weights and no lag, rollout
         and recomputed log-probs are equal to the bit (on CPU).
+      experts: how a mixture multiplies: "dense", "blocked", "ragged_dot" or "megablox" (see ``ComputeConfig``); None is
+        the best for type and device.
 
     Raises:
       ValueError: naming field, value and rule.
@@ -61,6 +63,7 @@ class RolloutNumerics:
     dtype: str = "float32"
     routing_jitter: float = 0.0
     batch_invariant: bool = False
+    experts: ExpertImplementation | None = None
 
     def __post_init__(self) -> None:
         formats = ("float32", "bfloat16", "int8", "int4", "fp8")
@@ -80,6 +83,7 @@ class RolloutNumerics:
             dtype="bfloat16" if self.dtype == "bfloat16" else "float32",
             batch_invariant=self.batch_invariant,
             routing_jitter=self.routing_jitter,
+            experts=self.experts,
         )
 
 

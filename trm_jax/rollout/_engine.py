@@ -21,7 +21,7 @@ from trm_jax.models import Transformer, TransformerConfig
 from trm_jax.rollout._config import EngineConfig, RolloutNumerics, SamplingConfig
 from trm_jax.rollout._programs import admit, decode
 from trm_jax.rollout._requests import Admission, Requests
-from trm_jax.rollout._slots import Slots, empty_record, empty_slots, to_rollout
+from trm_jax.rollout._slots import Record, Slots, empty_record, empty_slots, to_rollout
 from trm_jax.rollout._weights import EngineWeights, convert_weights
 from trm_jax.types import PromptBatch, RolloutBatch
 
@@ -38,9 +38,10 @@ class InProcessEngine:
       sampling: default sampling options.
       eos_ids: token ids that end a response.
       record_hidden: also return the final hidden state behind every token.
+      record_routes: also return the experts that ran at every position, prompts included.
 
     Raises:
-      ValueError: for an end token outside the vocabulary, or routing jitter on a dense model.
+      ValueError: for an end token outside the vocabulary, or routing jitter or routes of a dense model.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class InProcessEngine:
         sampling: SamplingConfig,
         eos_ids: Iterable[int],
         record_hidden: bool = True,
+        record_routes: bool = False,
     ) -> None:
         shape: TransformerConfig = model.config
         self._eos = tuple(sorted(int(i) for i in eos_ids))
@@ -61,18 +63,21 @@ class InProcessEngine:
             raise ValueError(
                 f"routing_jitter={numerics.routing_jitter} needs a mixture of experts; this model is dense."
             )
+        if record_routes and not shape.n_experts:
+            raise ValueError("record_routes=True needs a mixture of experts; this model is dense.")
         self._graphdef = nnx.graphdef(model)
         self._shape = shape
         self._config = config
         self._numerics = numerics
         self._compute = numerics.compute()
         self._sampling = sampling
-        self._record_hidden = record_hidden
+        self._record_hidden, self._record_routes = record_hidden, record_routes
         self._weights: EngineWeights | None = None
         self._version = -1
         self._convert = jax.jit(functools.partial(convert_weights, self._graphdef, numerics=numerics))
         self._admit = jax.jit(
-            functools.partial(admit, graphdef=self._graphdef, config=config, compute=self._compute), donate_argnums=1
+            functools.partial(admit, graphdef=self._graphdef, config=config, compute=self._compute),
+            donate_argnums=(1, 2),
         )
         self._decode = jax.jit(
             functools.partial(decode, graphdef=self._graphdef, config=config, compute=self._compute),
@@ -115,7 +120,9 @@ class InProcessEngine:
         sampling = self._sampling if sampling is None else sampling
         requests = Requests.of(prompts, limit=self._config.max_prompt_length, vocab_size=self._shape.vocab_size)
         shape, config, compute, total = self._shape, self._config, self._compute, len(requests)
-        record = empty_record(shape, config, compute, sampling, total=total, hidden=self._record_hidden)
+        record = empty_record(
+            shape, config, compute, sampling, total=total, hidden=self._record_hidden, routes=self._record_routes
+        )
         slots = empty_slots(shape, config, compute, total=total)
         version = jnp.int32(self._version)
         waiting = iter(range(total))
@@ -123,7 +130,7 @@ class InProcessEngine:
         while True:
             taken = list(zip(free, itertools.islice(waiting, len(free)), strict=False))
             for admission in requests.admissions(taken, config):
-                slots = self._start(weights, slots, requests, admission)
+                slots, record = self._start(weights, slots, record, requests, admission)
             busy.update(slot for slot, _ in taken)
             if not busy:
                 return to_rollout(record, requests, prompts.group_ids, sampling)
@@ -132,7 +139,9 @@ class InProcessEngine:
             busy = {slot for slot in busy if alive[slot]}
             free = [slot for slot in range(config.slots) if slot not in busy]
 
-    def _start(self, weights: EngineWeights, slots: Slots, requests: Requests, admission: Admission) -> Slots:
+    def _start(
+        self, weights: EngineWeights, slots: Slots, record: Record, requests: Requests, admission: Admission
+    ) -> tuple[Slots, Record]:
         """Runs one prefill call."""
         which = admission.requests
         last = requests.lengths[which] - 1
@@ -142,8 +151,8 @@ class InProcessEngine:
             "seed": requests.seeds[which],
             "request": which,
         }
-        started: Slots = self._admit(
-            weights, slots, admission.prompts, admission.noise_seeds, admission.slots, admission.rows, start
+        started: tuple[Slots, Record] = self._admit(
+            weights, slots, record, admission.prompts, admission.noise_seeds, admission.slots, admission.rows, start
         )
         return started
 

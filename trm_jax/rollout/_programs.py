@@ -26,6 +26,7 @@ __all__ = ["admit", "decode"]
 def admit(
     weights: EngineWeights,
     slots: Slots,
+    record: Record,
     prompts: Array,
     noise_seeds: Array,
     slot: Array,
@@ -35,12 +36,13 @@ def admit(
     graphdef: Any,
     config: EngineConfig,
     compute: ComputeConfig,
-) -> Slots:
+) -> tuple[Slots, Record]:
     """Runs prompts and copies keys and values of prompt ``row[i]`` into ``slot[i]``; a slot past the end is dropped.
 
     Args:
       weights: the engine's.
       slots: donated.
+      record: donated; it takes the prompts' routes, when it has any.
       prompts: ``[R, P]``.
       noise_seeds: ``[R]``.
       slot: ``[C]``.
@@ -53,18 +55,33 @@ def admit(
     model: Transformer = nnx.merge(graphdef, weights.params)
     empty = init_cache(model.config, prompts.shape[0], config.sequence_length, compute)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    prefix = model(prompts, positions=positions, cache=empty, compute=compute, jitter_seeds=noise_seeds).cache
+    out = model(prompts, positions=positions, cache=empty, compute=compute, jitter_seeds=noise_seeds)
+    prefix = out.cache
     assert prefix is not None
 
     def place(old: Array, new: Array) -> Array:
         return old.at[slot].set(new.astype(old.dtype), mode="drop")
 
     begun = {"step": jnp.zeros_like(slot), "alive": jnp.ones_like(slot, bool), **start}
-    return dataclasses.replace(
+    slots = dataclasses.replace(
         slots,
         cache=jax.tree.map(lambda c, p: c.at[:, slot].set(p[:, row], mode="drop"), slots.cache, prefix),
         **{name: place(getattr(slots, name), value) for name, value in begun.items()},
     )
+    if record.routes is None or out.routed_experts is None:
+        return slots, record
+    # Decoding runs the last prompt token again, and writes its routes then.
+    before = positions[:1] < start["position"][:, None]
+    routes = jnp.where(before[:, :, None, None], _by_position(out.routed_experts)[row], -1)
+    request = jnp.where(slot < config.slots, start["request"], record.routes.shape[0])
+    length = prompts.shape[1]
+    routes = record.routes.at[request, :length].set(routes.astype(record.routes.dtype), mode="drop")
+    return slots, dataclasses.replace(record, routes=routes)
+
+
+def _by_position(routed_experts: Array) -> Array:
+    """``[M, B, S, k]`` to ``[B, S, M, k]``."""
+    return jnp.moveaxis(routed_experts, 0, 2)
 
 
 def decode(
@@ -102,6 +119,9 @@ def decode(
 
         row = jnp.where(slots.alive, slots.request, idle_row)
         at = (row, jnp.minimum(slots.step, limit - 1))
+        routes = record.routes
+        if routes is not None and out.routed_experts is not None:
+            routes = routes.at[row, slots.position].set(_by_position(out.routed_experts)[:, 0].astype(routes.dtype))
         support = record.support
         if support is not None and kept is not None:
             support = support.at[at].set(pack_support(kept))
@@ -113,6 +133,7 @@ def decode(
             finished=record.finished.at[row].set(ended),
             hidden=None if record.hidden is None else record.hidden.at[at].set(hidden),
             support=support,
+            routes=routes,
         )
         slots = dataclasses.replace(
             slots,

@@ -54,6 +54,7 @@ class Record:
     finished: Array
     hidden: Array | None
     support: Array | None
+    routes: Array | None
 
 
 def empty_slots(shape: TransformerConfig, config: EngineConfig, compute: ComputeConfig, *, total: int) -> Slots:
@@ -82,8 +83,9 @@ def empty_record(
     *,
     total: int,
     hidden: bool,
+    routes: bool,
 ) -> Record:
-    """Nothing sampled yet for ``total`` requests; hidden states only when asked for, a support only under top-p."""
+    """Nothing sampled yet for ``total`` requests; hidden states and routes when asked for, a support under top-p."""
     rows = (total + 1, config.max_response_length)
     truncated = sampling.top_p < 1 and not sampling.greedy
     return Record(
@@ -94,6 +96,9 @@ def empty_record(
         finished=jnp.zeros(rows[:1], bool),
         hidden=jnp.zeros((*rows, shape.d_model), compute.jnp_dtype) if hidden else None,
         support=jnp.zeros((*rows, -(-shape.vocab_size // 8)), jnp.uint8) if truncated else None,
+        routes=jnp.full((total + 1, config.sequence_length, shape.moe_layers, shape.experts_per_token), -1, jnp.int16)
+        if routes
+        else None,
     )
 
 
@@ -114,6 +119,7 @@ def to_rollout(
         group_ids=jnp.asarray(group_ids, jnp.int32),
         hidden=sampled.hidden,
         support=sampled.support,
+        routed_experts=sampled.routes,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
     )

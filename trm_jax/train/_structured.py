@@ -91,6 +91,8 @@ def _in_words(error: BaseException, kind: type | None) -> str:
         known = [field.name for field in dataclasses.fields(error.cl)]
         known += ["preset"] if error.cl is CorrectionConfig else []
         return "; ".join(f"unknown key {key}{closest(key, known)}" for key in sorted(error.extra_fields))
+    if isinstance(error, KeyError):
+        return "is missing"
     return str(error).removesuffix(".")
 
 

@@ -19,6 +19,7 @@ from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment, check_experiment, open_experiment
+from trm_jax.train.export import export_policy
 from trm_jax.train.loop import RunOutcome, TrainRun
 from trm_jax.train.records import NEVER_BEGAN, RunRecords, lock_root, metric_writers, prepare_root, withdraw_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
@@ -161,7 +162,8 @@ class _ArmRun:
     def __call__(self, place: Path, warm_name: str, broken: dict[Path, str]) -> None:
         arm, train, progress = self.arm, self.train, self.progress
         records = RunRecords(self.root, arm, train)
-        if records.complete:
+        exported = train.checkpoint.export == "none" or (records.directory / "model").is_dir()
+        if records.complete and exported:
             progress.start_run(arm.name, train.seed, first_step=train.steps)
             progress.finish_run("complete", "done before")
             return
@@ -221,6 +223,9 @@ class _ArmRun:
                     progress.update(step, record)
 
                 outcome = run.run(on_step=on_step, should_stop=self.should_stop)
+            if train.checkpoint.export != "none" and outcome.step:
+                place = export_policy(experiment.graphdef, run.params, train, records.directory / "model")
+                progress.note(f"the policy after step {outcome.step}: {place}")
         except (NonFiniteError, CheckpointError) as error:
             self._fail(records, error, time.perf_counter() - began, run.outcome("failed"))
         reason = "" if outcome.status == "complete" else "stopped on request; continue with --resume"

@@ -12,7 +12,7 @@ from trm_jax.data import Problem, encode_prompts
 from trm_jax.evaluation import ask
 from trm_jax.rollout import RolloutNumerics, SamplingConfig
 from trm_jax.train.config import TrainConfig
-from trm_jax.train.experiment import Experiment, training_compute
+from trm_jax.train.experiment import Experiment
 from trm_jax.train.sampling import make_engine
 
 __all__ = ["Evaluator"]
@@ -32,11 +32,13 @@ class Evaluator:
     def __init__(self, experiment: Experiment, problems: Sequence[Problem], config: TrainConfig) -> None:
         self._experiment = experiment
         self._problems = list(problems)
-        compute = training_compute(config.model)
+        compute = config.model.compute()
         self._engine = make_engine(
             experiment,
             config.rollout,
-            numerics=RolloutNumerics(dtype=compute.dtype, batch_invariant=compute.batch_invariant),
+            numerics=RolloutNumerics(
+                dtype=compute.dtype, batch_invariant=compute.batch_invariant, experts=compute.experts
+            ),
             sampling=SamplingConfig(temperature=config.eval.temperature, greedy=config.eval.greedy),
             slots=min(config.rollout.slots, len(self._problems)),
             record_hidden=False,

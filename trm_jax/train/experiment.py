@@ -9,20 +9,21 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from trm_jax.data import (
-    MathVerifier,
+    BENCHMARKS,
     Problem,
     ReasoningGymTask,
     RewardFunction,
     Tokenizer,
+    open_reward,
     reasoning_gym_task,
     score_batch,
 )
-from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, find_smollm2, load_smollm2_model, make_mesh
-from trm_jax.train.config import ModelConfig, TrainConfig
+from trm_jax.models import Transformer, make_mesh
+from trm_jax.train.config import TrainConfig
+from trm_jax.train.policy import check_policy, pretrained_policy, pretrained_shape, pretrained_tokenizer, random_policy
 from trm_jax.train.words import ChatTokenizer, chat_problems, word_problems
 
 __all__ = ["Experiment", "check_experiment", "open_experiment"]
@@ -42,26 +43,19 @@ class Experiment:
 
     train: Sequence[Problem]
     test: Sequence[Problem]
-    reward: RewardFunction | MathVerifier
+    reward: RewardFunction
     tokenizer: Tokenizer
     model: Transformer
     validation: Sequence[Problem] = ()
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         """Rewards ``[N]`` float32 of responses to problems."""
-        if isinstance(self.reward, MathVerifier):
-            return self.reward.score_batch(problems, responses)
         return score_batch(self.reward, problems, responses)
 
     @property
     def graphdef(self) -> Any:
         """The model's structure, without weights."""
         return nnx.graphdef(self.model)
-
-
-def training_compute(config: ModelConfig) -> ComputeConfig:
-    """The training side's arithmetic."""
-    return ComputeConfig(dtype=config.dtype, batch_invariant=config.batch_invariant)
 
 
 @contextlib.contextmanager
@@ -72,11 +66,11 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
       ValueError: for anything that cannot work, before any compilation: unknown task, missing or malformed data,
         prompts or answers that cannot fit the lengths, an empty held-out set.
     """
-    if config.task.kind == "reasoning_gym":
+    if not config.task.in_words:
         yield _generated(config)
         return
-    with MathVerifier() as verifier:
-        yield _pretrained(config, verifier)
+    with open_reward(BENCHMARKS[config.task.kind].reward) as reward:
+        yield _pretrained(config, reward)
 
 
 def check_experiment(config: TrainConfig) -> None:
@@ -86,15 +80,17 @@ def check_experiment(config: TrainConfig) -> None:
       ValueError: saying what does not fit.
     """
     make_mesh(config.mesh.data, config.mesh.tensor)
-    if config.task.kind == "gsm8k":
+    if config.task.in_words:
         word_problems(config)
-        find_smollm2(config.model.path or None)
+        check_policy(config, pretrained_shape(config.model.path))
+        pretrained_tokenizer(config.model.path)
         return
     task, ways = _task(config), config.mesh.tensor
     _held_out(task, config)
     size = task.tokenizer().vocab_size
     if size % ways:
         raise ValueError(f"mesh.tensor={ways} must divide the {size} token ids of task {config.task.name!r}.")
+    check_policy(config, config.model.scratch(size))
 
 
 def _task(config: TrainConfig) -> ReasoningGymTask:
@@ -138,36 +134,21 @@ def _generated(config: TrainConfig) -> Experiment:
         validation=validation,
         reward=task,
         tokenizer=tokenizer,
-        model=_scratch(config, tokenizer.vocab_size),
+        model=random_policy(config, tokenizer.vocab_size),
     )
 
 
-def _pretrained(config: TrainConfig, verifier: MathVerifier) -> Experiment:
+def _pretrained(config: TrainConfig, reward: RewardFunction) -> Experiment:
     """Word problems and the pretrained policy."""
-    model, words = load_smollm2_model(config.model.path or None)
+    words = pretrained_tokenizer(config.model.path)
     train, test = chat_problems(config, words)
+    model = pretrained_policy(config)
     tested = config.eval.prompts
     return Experiment(
         train=train,
         test=test[:tested],
         validation=test[tested : tested + config.warmstart.validation],
-        reward=verifier,
-        tokenizer=ChatTokenizer(words),
+        reward=reward,
+        tokenizer=ChatTokenizer(words, vocab_size=model.config.vocab_size),
         model=model,
     )
-
-
-def _scratch(config: TrainConfig, vocab_size: int) -> Transformer:
-    model = config.model
-    shape = TransformerConfig(
-        vocab_size=vocab_size,
-        d_model=model.d_model,
-        n_layers=model.n_layers,
-        n_heads=model.n_heads,
-        n_kv_heads=model.n_heads,
-        head_dim=model.d_model // model.n_heads,
-        d_ff=model.d_ff,
-        n_experts=model.n_experts,
-        experts_per_token=model.experts_per_token,
-    )
-    return Transformer(shape, rngs=nnx.Rngs(params=config.seed), param_dtype=jnp.dtype("float32"))

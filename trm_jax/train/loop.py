@@ -25,7 +25,7 @@ from trm_jax.train.experiment import Experiment
 from trm_jax.train.measure import to_record
 from trm_jax.train.programs import compile_programs, minibatch
 from trm_jax.train.sampling import Sampled, Sampler
-from trm_jax.train.state import TrainState, init_state, make_optimizer, make_schedule, state_shardings
+from trm_jax.train.state import TrainState, init_state, make_optimizer, make_schedule, on_mesh, state_shardings
 from trm_jax.train.step import UpdateBatch
 
 __all__ = ["RunOutcome", "TrainRun"]
@@ -61,7 +61,8 @@ class TrainRun:
     Args:
       experiment: problems, reward, tokenizer, model.
       config: the run's configuration.
-      params: weights to start from (the warm start's); copied.
+      params: weights to start from, of the experiment's model or its warm start. The run takes them over: its first
+        update donates them, so that no copy of a large policy stays in memory.
       directory: the run's own directory, for checkpoints and evidence.
       mesh: devices.
       note: called with sentences worth reading.
@@ -80,9 +81,10 @@ class TrainRun:
         self._experiment, self._config, self._directory, self._note = experiment, config, directory, note
         self._schedule = make_schedule(config.optimizer, config.steps * config.loss.minibatches)
         optimizer = make_optimizer(config.optimizer, self._schedule)
-        state = init_state(jax.tree.map(jnp.copy, params), optimizer)
+        state = init_state(params, optimizer)
         shardings = state_shardings(state, optimizer, mesh)
         self._state: TrainState = jax.device_put(state, shardings)
+        self._mesh = mesh
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._programs = compile_programs(experiment.graphdef, optimizer, shardings, config)
         self._sampler = Sampler(experiment, config, self._state.params)
@@ -154,6 +156,12 @@ class TrainRun:
           NonFiniteError: the loss or gradient was not finite.
           CheckpointError: a checkpoint could not be written.
         """
+        with on_mesh(self._mesh):
+            return self._run(on_step, should_stop)
+
+    def _run(
+        self, on_step: Callable[[int, dict[str, float | str]], None], should_stop: Callable[[], bool]
+    ) -> RunOutcome:
         config = self._config
         if self._step < config.steps and should_stop():
             return self.outcome("stopped")

@@ -15,7 +15,6 @@ from trm_jax import correction, losses
 from trm_jax.models import ComputeConfig
 from trm_jax.rescore import rescore
 from trm_jax.train.config import TrainConfig
-from trm_jax.train.experiment import training_compute
 from trm_jax.train.measure import batch_pairs
 from trm_jax.train.state import TrainState
 from trm_jax.train.step import UpdateBatch, make_update
@@ -51,18 +50,25 @@ def compile_programs(
       shardings: where the updated state lies.
       config: loss, correction and row counts.
     """
-    loss, compute = config.loss, training_compute(config.model)
+    loss, model = config.loss, config.model
     per_update = config.rollout.rows // loss.minibatches
     micro = loss.microbatch_rows or per_update
     update = make_update(
-        graphdef, optimizer, loss, compute=compute, microbatches=per_update // micro, remat=config.model.remat
+        graphdef,
+        optimizer,
+        loss,
+        compute=model.compute(),
+        microbatches=per_update // micro,
+        remat=model.remat,
+        replay_routes=model.replay_routes,
     )
     score = functools.partial(
         _score,
         graphdef=graphdef,
         config=config.correction,
-        compute=compute,
+        compute=model.compute(),
         microbatches=config.rollout.rows // micro,
+        replay_routes=model.replay_routes,
     )
     advantages = functools.partial(losses.group_advantages, normalize=loss.advantage, scope=loss.advantage_scope)
     return Programs(
@@ -90,7 +96,10 @@ def _score(
     config: correction.CorrectionConfig,
     compute: ComputeConfig,
     microbatches: int,
+    replay_routes: bool,
 ) -> tuple[ScoredBatch, CorrectedBatch, Pairs]:
-    scored, checks = rescore(graphdef, params, rollout, head, compute=compute, microbatches=microbatches)
+    scored, checks = rescore(
+        graphdef, params, rollout, head, compute=compute, microbatches=microbatches, replay_routes=replay_routes
+    )
     corrected = correction.correct(scored, config)
     return scored, corrected, {**corrected.metrics, **checks, **batch_pairs(rollout, scored)}

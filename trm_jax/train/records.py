@@ -111,14 +111,14 @@ class RunRecords:
         return path.exists() and bool(read_record(path, status=str)["status"] == "complete")
 
     def check(self) -> None:
-        """Compares the settings with those on disk.
+        """Compares the settings with those on disk; a run that was made without an export may have one later.
 
         Raises:
           ValueError: the directory holds a run with other settings; or a record there cannot be read.
         """
         path = self.directory / "config.json"
         if path.exists():
-            keys = sorted(_differences(read_record(path), self._settings))
+            keys = sorted({*_differences(read_record(path), self._settings)} - {"checkpoint.export"})
             if keys:
                 raise ValueError(
                     f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the "

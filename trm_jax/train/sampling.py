@@ -70,6 +70,7 @@ class Sampler:
             sampling=SamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p),
             slots=rollout.slots,
             record_hidden=rollout.record_hidden,
+            record_routes=config.model.replay_routes,
         )
         self._lag = WeightLag(rollout.lag)
         self.push(0, params)
@@ -136,6 +137,7 @@ def make_engine(
     sampling: SamplingConfig,
     slots: int,
     record_hidden: bool,
+    record_routes: bool = False,
 ) -> InProcessEngine:
     """An engine of the run's lengths; numerics and sampling are its caller's."""
     return InProcessEngine(
@@ -151,6 +153,7 @@ def make_engine(
         sampling=sampling,
         eos_ids=experiment.tokenizer.eos_ids,
         record_hidden=record_hidden,
+        record_routes=record_routes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -14,8 +15,17 @@ from jaxtyping import Array, Int
 
 from trm_jax.models import param_shardings
 from trm_jax.train.config import OptimizerConfig, WarmstartConfig
+from trm_jax.train.rounding import in_float32
 
-__all__ = ["TrainState", "init_state", "make_optimizer", "make_schedule", "state_shardings", "warmstart_schedule"]
+__all__ = [
+    "TrainState",
+    "init_state",
+    "make_optimizer",
+    "make_schedule",
+    "on_mesh",
+    "state_shardings",
+    "warmstart_schedule",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -56,11 +66,16 @@ def _warm_cosine(peak: float, warmup: int, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW; biases and norms (vectors) are not decayed."""
-    return optax.chain(
+    """Global-norm clipping, then AdamW, in float32 whatever the parameters are; norms and biases are not decayed."""
+    inner = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=_decayed),
     )
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return inner.update(in_float32(grads), state, in_float32(params))  # type: ignore[no-any-return]
+
+    return optax.GradientTransformation(lambda params: inner.init(in_float32(params)), update)
 
 
 def _decayed(params: Any) -> Any:
@@ -87,3 +102,8 @@ def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, 
         transform_non_params=lambda _: replicated,
     )
     return TrainState(params=params, opt_state=opt_state, version=replicated)  # type: ignore[arg-type]
+
+
+def on_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """What is compiled inside sees the mesh: a mixture then sorts each device's own tokens by expert."""
+    return jax.set_mesh(mesh) if mesh.size > 1 else contextlib.nullcontext()

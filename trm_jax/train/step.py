@@ -13,9 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from trm_jax import losses
-from trm_jax.models import ComputeConfig
+from trm_jax.models import ComputeConfig, RematPolicy
 from trm_jax.rescore import policy_logps
 from trm_jax.train.config import LossConfig
+from trm_jax.train.rounding import apply_updates, in_float32
 from trm_jax.train.state import TrainState
 from trm_jax.types import CorrectedBatch, LossTotal, RolloutBatch, ScoredBatch
 
@@ -65,7 +66,8 @@ def make_update(
     *,
     compute: ComputeConfig,
     microbatches: int = 1,
-    remat: bool = False,
+    remat: bool | RematPolicy = False,
+    replay_routes: bool = False,
 ) -> Callable[[TrainState, UpdateBatch], tuple[TrainState, Pairs]]:
     """Builds ``update(state, batch) -> (state, metrics)``, to be jitted with the state donated.
 
@@ -79,11 +81,12 @@ def make_update(
       compute: the training side's arithmetic.
       microbatches: row groups whose sums and counts are accumulated; divides the batch.
       remat: recompute activations in the backward pass.
+      replay_routes: use the experts that the engine recorded.
     """
 
     def total(params: nnx.State[Any, Any], part: UpdateBatch) -> tuple[Array, tuple[Array, Pairs]]:
         model = nnx.merge(graphdef, params)
-        logps, entropy = policy_logps(model, part.rollout, compute=compute, remat=remat)
+        logps, entropy = policy_logps(model, part.rollout, compute=compute, remat=remat, replay_routes=replay_routes)
         loss = policy_loss(logps, part, config)
         mask = part.scored.response_mask
         entropy_sum = jnp.sum(jnp.where(mask, jax.lax.stop_gradient(entropy), 0.0))
@@ -95,14 +98,14 @@ def make_update(
     ) -> tuple[tuple[Array, tuple[Array, Pairs]], nnx.State[Any, Any]]:
         gradient = jax.value_and_grad(total, has_aux=True)
         if microbatches == 1:
-            return gradient(params, batch)
+            return in_float32(gradient(params, batch))  # type: ignore[no-any-return]
         # Part m holds rows m, m + M, ...: rows that are sharded over devices stay where they are.
         parts = jax.tree.map(
             lambda x: x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1),
             dataclasses.replace(batch, corrected=dataclasses.replace(batch.corrected, metrics={})),
         )
         first = jax.tree.map(lambda x: x[0], parts)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, params, first))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), jax.eval_shape(gradient, params, first))
 
         def body(sums: Any, part: UpdateBatch) -> tuple[Any, None]:
             return jax.tree_util.tree_map_with_path(_combine, sums, gradient(params, part)), None
@@ -120,7 +123,7 @@ def make_update(
 
         def move(held: TrainState) -> TrainState:
             updates, opt_state = optimizer.update(grads, held.opt_state, held.params)
-            return TrainState(optax.apply_updates(held.params, updates), opt_state, held.version + 1)
+            return TrainState(apply_updates(held.params, updates, held.version), opt_state, held.version + 1)
 
         state = jax.lax.cond(apply, move, lambda held: held, state)
         one = jnp.ones((), jnp.float32)

@@ -22,18 +22,19 @@ from trm_jax import ops
 from trm_jax.data import supervised_stream
 from trm_jax.models import ComputeConfig, Transformer
 from trm_jax.train.checkpoint import Checkpointer
-from trm_jax.train.config import TrainConfig
+from trm_jax.train.config import ModelConfig, TrainConfig
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.evidence import NonFiniteError, write_evidence
 from trm_jax.train.experiment import Experiment
-from trm_jax.train.state import TrainState, init_state, make_optimizer, state_shardings, warmstart_schedule
+from trm_jax.train.rounding import apply_updates, in_float32
+from trm_jax.train.state import TrainState, init_state, make_optimizer, on_mesh, state_shardings, warmstart_schedule
 
 __all__ = ["warm_start", "warmstart_directory"]
 
 
 def warmstart_directory(root: Path, config: TrainConfig) -> Path:
     """Where the warm start of this configuration lives; arms that share it share the directory."""
-    model = dataclasses.replace(config.model, batch_invariant=False)
+    model = dataclasses.replace(config.model, batch_invariant=False, replay_routes=False, remat="none")
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1.0, warmup_steps=0, decay="constant")  # its own
     lengths = (config.rollout.max_prompt_length, config.rollout.max_response_length)
     parts = [dataclasses.asdict(x) for x in (config.task, model, config.warmstart, optimizer, config.mesh)]
@@ -71,6 +72,19 @@ def warm_start(
       NonFiniteError: loss or gradient was not finite.
       CheckpointError: a checkpoint could not be written, or none that is there can be read.
     """
+    with on_mesh(mesh):
+        return _warm_start(experiment, config, directory, mesh, on_step, should_stop, note)
+
+
+def _warm_start(
+    experiment: Experiment,
+    config: TrainConfig,
+    directory: Path,
+    mesh: Mesh,
+    on_step: Callable[[int, dict[str, float | str]], None],
+    should_stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> nnx.State[Any, Any] | None:
     options = config.warmstart
     graphdef, params = nnx.split(experiment.model)
     schedule = warmstart_schedule(options)
@@ -94,7 +108,7 @@ def warm_start(
         ended = saved["ended"]
         stream.set_state(saved["stream"])
     validator = _validator(experiment, config) if options.validation and not ended else None
-    step_fn = jax.jit(_make_step(graphdef, optimizer), donate_argnums=0, out_shardings=(shardings, None))
+    step_fn = jax.jit(_make_step(graphdef, optimizer, config.model), donate_argnums=0, out_shardings=(shardings, None))
     for step in () if ended else range(first, options.steps):
         began = time.perf_counter()
         batch = next(stream)
@@ -134,20 +148,22 @@ def _validator(experiment: Experiment, config: TrainConfig) -> Evaluator:
 
 
 def _make_step(
-    graphdef: Any, optimizer: optax.GradientTransformation
+    graphdef: Any, optimizer: optax.GradientTransformation, config: ModelConfig
 ) -> Callable[[TrainState, Array, Array], tuple[TrainState, tuple[Array, Array]]]:
+    compute = ComputeConfig(experts=config.experts)
+
     def loss_fn(params: nnx.State[Any, Any], tokens: Array, mask: Array) -> Array:
         model: Transformer = nnx.merge(graphdef, params)
-        hidden = model(tokens, compute=ComputeConfig()).hidden[:, :-1]
+        hidden = model(tokens, compute=compute, remat=config.remat).hidden[:, :-1]
         flat = hidden.reshape(-1, hidden.shape[-1])
         logps = ops.linear_logps(flat, model.head(), tokens[:, 1:].reshape(-1)).logps.reshape(hidden.shape[:2])
         target = mask[:, 1:]
         return -jnp.sum(jnp.where(target, logps, 0.0)) / jnp.sum(target)
 
     def step(state: TrainState, tokens: Array, mask: Array) -> tuple[TrainState, tuple[Array, Array]]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens, mask)
+        loss, grads = in_float32(jax.value_and_grad(loss_fn)(state.params, tokens, mask))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.version + 1)
+        moved = TrainState(apply_updates(state.params, updates, state.version), opt_state, state.version + 1)
         return moved, (loss, optax.tree.norm(grads))
 
     return step

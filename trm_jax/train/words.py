@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trm_jax.data import Problem, Tokenizer, drop_long_prompts, held_out, read_gsm8k, shipped_problems
+from trm_jax.data import (
+    Problem,
+    Tokenizer,
+    drop_long_prompts,
+    format_prompt,
+    held_out,
+    read_benchmark,
+    shipped_problems,
+)
 from trm_jax.train.config import TrainConfig
 
 __all__ = ["ChatTokenizer", "chat_problems", "word_problems"]
@@ -18,10 +26,10 @@ Split = tuple[list[Problem], list[Problem]]
 def word_problems(config: TrainConfig) -> Split:
     """Training and held-out problems from their files."""
     task = config.task
-    every = _read("task.path", task.path)
+    every = _read(task.kind, "task.path", task.path)
     if task.test_path:
         train, seen = every, {problem.prompt for problem in every}
-        test = [problem for problem in _read("task.test_path", task.test_path) if problem.prompt not in seen]
+        test = [problem for problem in _read(task.kind, "task.test_path", task.test_path) if problem.prompt not in seen]
     else:
         test = [p for p in every if held_out(p.prompt, test_permille=task.test_permille)]
         train = [p for p in every if not held_out(p.prompt, test_permille=task.test_permille)]
@@ -29,6 +37,7 @@ def word_problems(config: TrainConfig) -> Split:
         raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
     if len(train) <= task.shots:
         raise ValueError(f"task.shots={task.shots} takes all of the {len(train)} problems to train on; lower it.")
+    format_prompt(train[0], task.prompt_format)
     if config.eval.prompts and not test:
         raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
     wanted = config.eval.prompts + config.warmstart.validation
@@ -40,10 +49,10 @@ def word_problems(config: TrainConfig) -> Split:
     return train, test
 
 
-def _read(key: str, path: str) -> list[Problem]:
+def _read(kind: str, key: str, path: str) -> list[Problem]:
     """A file, or problems that ship with the package by their name."""
     try:
-        return read_gsm8k(path if Path(path).suffix else shipped_problems(path))
+        return read_benchmark(kind, path if Path(path).suffix else shipped_problems(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}: {error}") from error
 
@@ -60,11 +69,12 @@ def chat_problems(config: TrainConfig, words: Any) -> Split:
     """
     task, limit = config.task, config.rollout.max_prompt_length
     train, test = word_problems(config)
-    turns = [{"role": "system", "content": task.system_prompt}]
+    turns = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
     for shot in train[: task.shots]:
-        turns.append({"role": "user", "content": shot.prompt})
+        turns.append({"role": "user", "content": format_prompt(shot, task.prompt_format)})
         turns.append({"role": "assistant", "content": shot.demonstration or ""})
-    train, test = ([_as_chat(p, words, turns) for p in part] for part in (train[task.shots :], test))
+    parts = (train[task.shots :], test)
+    train, test = ([_as_chat(p, words, turns, task.prompt_format) for p in part] for part in parts)
     tokenizer = ChatTokenizer(words)
     if not task.drop_long_prompts:
         asked = config.eval.prompts + config.warmstart.validation
@@ -89,19 +99,33 @@ def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limi
         )
 
 
-def _as_chat(problem: Problem, tokenizer: Any, turns: list[dict[str, str]]) -> Problem:
-    messages = [*turns, {"role": "user", "content": problem.prompt}]
+def _as_chat(problem: Problem, tokenizer: Any, turns: list[dict[str, str]], prompt_format: str) -> Problem:
     try:
+        messages = [*turns, {"role": "user", "content": format_prompt(problem, prompt_format)}]
         return dataclasses.replace(problem, prompt=tokenizer.render_chat(messages, add_generation_prompt=True))
     except ValueError as error:
         raise ValueError(f"{problem.name}: {error}") from error
 
 
 class ChatTokenizer:
-    """Reads the control tokens of a rendered chat; ``render_chat`` has refused them in its content."""
+    """Reads the control tokens of a rendered chat; ``render_chat`` has refused them in its content.
 
-    def __init__(self, words: Any) -> None:
+    Args:
+      words: the pretrained model's tokenizer.
+      vocab_size: the policy's, which may pad the tokenizer's; an id past those that have a text is left out of one.
+
+    Raises:
+      ValueError: the tokenizer has ids that the policy has not.
+    """
+
+    def __init__(self, words: Any, vocab_size: int | None = None) -> None:
         self._words = words
+        self._size = int(words.vocab_size if vocab_size is None else vocab_size)
+        if words.vocab_size > self._size:
+            raise ValueError(
+                f"model.path: its tokenizer has {words.vocab_size} ids, its embedding {self._size} rows: they are of "
+                "different models."
+            )
 
     @property
     def words(self) -> Any:
@@ -110,7 +134,7 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._words.vocab_size)
+        return self._size
 
     @property
     def pad_id(self) -> int:
@@ -124,4 +148,4 @@ class ChatTokenizer:
         return list(self._words.encode(text, allow_special=True))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._words.decode(ids))
+        return str(self._words.decode([i for i in ids if i < self._words.vocab_size]))

@@ -14,3 +14,4 @@ from trm_jax.train.config._run import ArmConfig as ArmConfig
 from trm_jax.train.config._run import RunConfig as RunConfig
 from trm_jax.train.config._train import DEFAULT_CORRECTION as DEFAULT_CORRECTION
 from trm_jax.train.config._train import TrainConfig as TrainConfig
+from trm_jax.train.config._train import check_mixture as check_mixture

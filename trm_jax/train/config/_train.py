@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from trm_jax.correction import CorrectionConfig, preset
+from trm_jax.models import TransformerConfig
 from trm_jax.train.config._learning import LossConfig, OptimizerConfig, WarmstartConfig
 from trm_jax.train.config._policy import CheckpointConfig, MeshConfig, ModelConfig
 from trm_jax.train.config._problems import EvalConfig, TaskConfig
 from trm_jax.train.config._rollout import RolloutConfig
 from trm_jax.train.config._rules import at_least, require
 
-__all__ = ["DEFAULT_CORRECTION", "TrainConfig"]
+__all__ = ["DEFAULT_CORRECTION", "TrainConfig", "check_mixture"]
 
 DEFAULT_CORRECTION = "trm_combined"
 """A trust region on the largest and the mean full-vocabulary KL of every sequence."""
@@ -79,10 +80,8 @@ class TrainConfig:
             f"correction.masks {sorted(needs_hidden)} need the full-vocabulary divergence: set "
             "rollout.record_hidden=true, or use trm_sample, which needs only sampled log-probs.",
         )
-        require(
-            rollout.numerics.routing_jitter == 0 or model.n_experts > 0,
-            "rollout.numerics.routing_jitter needs a mixture of experts; set model.n_experts.",
-        )
+        if not model.path:  # else as soon as its config.json is read
+            check_mixture(self, model.scratch(vocab_size=1))
 
     def _check_shapes(self) -> None:
         """The policy fits its devices, its problems and the engine's format."""
@@ -92,11 +91,11 @@ class TrainConfig:
             "model.batch_invariant holds on one device (sums over a mesh depend on its layout): set mesh to 1 x 1.",
         )
         require(
-            (model.source == "smollm2") == (self.task.kind == "gsm8k"),
-            f"model.source={model.source!r} with task.kind={self.task.kind!r}: 'smollm2' goes with 'gsm8k' (words), "
-            "'scratch' with 'reasoning_gym' (the task's own characters).",
+            bool(model.path) == self.task.in_words,
+            f"model.path={model.path!r} with task.kind={self.task.kind!r}: a pretrained policy goes with problems in "
+            "words, such as 'gsm8k', one from scratch with 'reasoning_gym' (the task's own characters).",
         )
-        if model.source == "scratch":
+        if not model.path:
             widths = f"model.d_model={model.d_model} and model.d_ff={model.d_ff}"
             require(
                 model.d_model % mesh.tensor == 0 and model.d_ff % mesh.tensor == 0,
@@ -128,3 +127,20 @@ class TrainConfig:
             f"loss.kind='masked' weighs by policy/rollout and takes sequence masks alone; "
             f"correction.{', '.join(unused)} would be ignored: set loss.kind='clipped', or leave it out.",
         )
+
+
+def check_mixture(config: TrainConfig, shape: TransformerConfig) -> None:
+    """What is asked of a mixture of experts is asked of one.
+
+    Raises:
+      ValueError: ``shape`` is dense and an option would do nothing.
+    """
+    asked = {
+        "rollout.numerics.routing_jitter": config.rollout.numerics.routing_jitter != 0,
+        "rollout.numerics.experts": config.rollout.numerics.experts is not None,
+        "model.experts": config.model.experts is not None,
+        "model.replay_routes": config.model.replay_routes,
+    }
+    idle = [name for name, given in asked.items() if given]
+    where = f"model.path={config.model.path!r} is dense" if config.model.path else "set model.n_experts or architecture"
+    require(shape.n_experts > 0 or not idle, f"{', '.join(idle)} needs a mixture of experts; {where}.")

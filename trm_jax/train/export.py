@@ -1,0 +1,53 @@
+"""The trained policy as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from trm_jax.models import export_pretrained
+from trm_jax.train.checkpoint import CheckpointError
+from trm_jax.train.config import TrainConfig
+from trm_jax.train.policy import pretrained_directory
+
+__all__ = ["export_policy"]
+
+
+def export_policy(graphdef: Any, params: nnx.State[Any, Any], config: TrainConfig, directory: Path) -> Path:
+    """Writes ``directory``, whole or not at all; an earlier one there is replaced.
+
+    Args:
+      graphdef: of the ``Transformer``.
+      params: its parameters.
+      config: ``checkpoint.export`` is the type of the weights; of a Hugging Face directory in ``model.path``, the
+        tokenizer's files and the settings come along.
+      directory: the new directory.
+
+    Returns:
+      The directory.
+
+    Raises:
+      CheckpointError: when the disk refuses.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        export_pretrained(
+            nnx.merge(graphdef, params),
+            partial,
+            dtype=config.checkpoint.export,
+            like=pretrained_directory(config.model.path),
+        )
+        if directory.exists():
+            shutil.rmtree(directory)
+        partial.rename(directory)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"could not export the policy to {directory}: {error.strerror}. Free some space there, then continue with "
+            "--resume."
+        ) from error
+    return directory
