@@ -10,13 +10,15 @@ multiplication. Columns outside the softmax hold ``MASKED``, finite, so that dif
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
+
+from trm_jax.ops._vmem import padded_bytes
 
 __all__ = [
     "CHUNK",
@@ -31,7 +33,9 @@ __all__ = [
     "add_policy",
     "fold_rows",
     "is_token",
+    "lies_turned",
     "logit_tile",
+    "matrix",
     "product",
     "row_of",
     "softmax_finish",
@@ -44,6 +48,8 @@ MASKED = -1e30
 """Logit of a column outside the softmax."""
 UNSEEN = 0.5 * MASKED
 """Running maximum before any column: far above ``MASKED``, so that masked columns weigh exactly 0."""
+DEPTH = 1024
+"""Length of the parts of a product between which an epilogue's pieces stand."""
 CHUNK = 64
 """Rows of a tile that an epilogue takes at a time: few enough values to stay in registers."""
 
@@ -109,6 +115,13 @@ class Operands:
             self.arrays.append(array)
             self.specs.append(pl.BlockSpec(block, index_map))
 
+    def add_matrix(self, name: str, array: Array, rows: int, index_of: Callable[[bool], Callable[..., Any]]) -> None:
+        """Blocks of ``rows`` whole rows of a matrix, as it lies in memory."""
+        if lies_turned(array):
+            self.add(f"{name}_turned", array.T, (array.shape[1], rows), index_of(True))
+        else:
+            self.add(name, array, (rows, array.shape[1]), index_of(False))
+
     def add_support(self, support: Array | None, tiling: Tiling) -> None:
         """Packed bits: a block holds those of 1024 tokens, a whole number of blocks of the vocabulary."""
         share, axis = 8 * LANES // tiling.vocabulary, tiling.token_axis
@@ -117,6 +130,23 @@ class Operands:
     def named(self, refs: Any) -> dict[str, Any]:
         """The kernel's references by name."""
         return dict(zip(self.names, refs, strict=False))
+
+
+def lies_turned(array: Array) -> bool:
+    """Whether a TPU keeps a matrix with its first axis innermost by default: where that pads it to fewer tiles.
+
+    A kernel takes such a matrix transposed, which is how it lies already; taken upright it would be copied first.
+
+    >>> lies_turned(jnp.zeros((1024, 576))), lies_turned(jnp.zeros((1024, 640))), lies_turned(jnp.zeros((7, 100)))
+    (True, False, False)
+    """
+    rows, columns = array.shape
+    return padded_bytes(columns, rows, array.dtype.itemsize) < padded_bytes(rows, columns, array.dtype.itemsize)
+
+
+def matrix(refs: dict[str, Any], name: str) -> tuple[Any, int]:
+    """The reference of what ``Operands.add_matrix`` added, and the axis of its rows: 0, or 1 where it lies turned."""
+    return (refs[name], 0) if name in refs else (refs[f"{name}_turned"], 1)
 
 
 def row_of(values: Array | None, dtype: Any = jnp.float32) -> Array | None:
@@ -134,9 +164,9 @@ def add_policy(
     bias: Array | None,
 ) -> None:
     """Adds the operands of one policy; ``head`` None shares the other policy's."""
-    operands.add(f"{prefix}hidden", hidden, (tiling.tokens, hidden.shape[1]), tiling.by_token(row=False))
+    operands.add_matrix(f"{prefix}hidden", hidden, tiling.tokens, tiling.by_token)
     if head is not None:
-        operands.add(f"{prefix}head", head, (tiling.vocabulary, head.shape[1]), tiling.by_vocabulary(row=False))
+        operands.add_matrix(f"{prefix}head", head, tiling.vocabulary, tiling.by_vocabulary)
         operands.add(f"{prefix}scale", row_of(scale), (1, tiling.vocabulary), tiling.by_vocabulary(row=True))
     if bias is not None:
         floor = jnp.maximum(bias.astype(jnp.float32)[None, :], MASKED)  # -inf minus -inf would be NaN
@@ -190,11 +220,30 @@ def logit_tile(
     *,
     ragged: bool,
     on_lanes: bool = True,
+    beside: Iterator[None] | None = None,
 ) -> Array:
-    """Logits in ``units`` of a block of the head (its first row is token ``first``) for some columns of the tokens."""
-    head, hidden = refs[f"{head_prefix}head"][...], refs[f"{prefix}hidden"][columns, :]
-    r = product(head, hidden, (1, 1)) if on_lanes else product(hidden, head, (1, 1))
-    size = head.shape[0]
+    """Logits in ``units`` of a block of the head (its first row is token ``first``) for some columns of the tokens.
+
+    ``beside`` is other work, one piece of which is written down after each part of a long product: the scheduler mostly
+    keeps the order of the program, and overlaps the vector with the matrix unit only where they alternate.
+    """
+    (head, v_axis), (hidden, n_axis) = matrix(refs, f"{head_prefix}head"), matrix(refs, f"{prefix}hidden")
+    everything = slice(None)
+
+    def part(depth: slice) -> Array:
+        w = head[(depth, everything) if v_axis else (everything, depth)]
+        h = hidden[(depth, columns) if n_axis else (columns, depth)]
+        pair = (w, 1 - v_axis), (h, 1 - n_axis)
+        (left, i), (right, k) = pair if on_lanes else pair[::-1]
+        return product(left, right, (i, k))
+
+    work = iter(()) if beside is None else beside
+    size, width = head.shape[v_axis], head.shape[1 - v_axis]
+    r = part(slice(0, min(width, DEPTH)))
+    next(work, None)
+    for start in range(DEPTH, width, DEPTH):
+        r = r + part(slice(start, min(width, start + DEPTH)))
+        next(work, None)
     allowed = None
     if (scale := refs.get(f"{head_prefix}scale")) is not None:
         r = r * _along_vocabulary(scale[...], r.shape, on_lanes)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._partials import SoftmaxPartial
-from trm_jax.ops._softmax_rows import with_token
+from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import (
     CHUNK,
     LANES,
@@ -144,4 +144,5 @@ def logps_statistics(
         name="logps_statistics",
     )(*operands.arrays)[:, :n]
     here = (tokens >= 0) & (tokens < v) & (token_logit != -jnp.inf)
-    return with_token(out[0], out[1], out[2], token_logit, here, units.unit)[0]
+    near = near_top(out[0], token_logit, units.unit)
+    return with_token(out[0], out[1], out[2], token_logit, here, near, units.unit)
