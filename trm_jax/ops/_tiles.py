@@ -9,6 +9,7 @@ multiplication. Columns outside the softmax hold ``MASKED``, finite, so that dif
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,16 +27,18 @@ __all__ = [
     "MASKED",
     "SUBLANES",
     "UNSEEN",
+    "Matrix",
+    "Operand",
     "Operands",
     "Softmax",
     "Tiling",
     "Units",
     "add_policy",
+    "by_name",
     "fold_rows",
     "is_token",
     "lies_turned",
     "logit_tile",
-    "matrix",
     "product",
     "row_of",
     "softmax_finish",
@@ -48,8 +51,6 @@ MASKED = -1e30
 """Logit of a column outside the softmax."""
 UNSEEN = 0.5 * MASKED
 """Running maximum before any column: far above ``MASKED``, so that masked columns weigh exactly 0."""
-DEPTH = 1024
-"""Length of the parts of a product between which an epilogue's pieces stand."""
 CHUNK = 64
 """Rows of a tile that an epilogue takes at a time: few enough values to stay in registers."""
 
@@ -100,36 +101,101 @@ class Units(NamedTuple):
         return self.unit * math.log2(math.e)
 
 
+class Operand(NamedTuple):
+    """What a kernel's references are called.
+
+    Attributes:
+      name: of the operand.
+      pieces: into how many references a matrix is cut along its width; 0 is one reference of anything else.
+      turned: the matrix is given transposed.
+    """
+
+    name: str
+    pieces: int
+    turned: bool
+
+
+class Matrix(NamedTuple):
+    """A block of rows of a matrix, in pieces along its width."""
+
+    refs: tuple[Any, ...]
+    turned: bool
+
+    @property
+    def axis(self) -> int:
+        """Of the rows in a part."""
+        return 1 if self.turned else 0
+
+    @property
+    def dtype(self) -> Any:
+        """Of the elements."""
+        return self.refs[0].dtype
+
+    @property
+    def parts(self) -> list[slice]:
+        """Places of the parts along the width."""
+        width = self.refs[0].shape[0] if self.turned else sum(ref.shape[1] for ref in self.refs)
+        size = _piece(width) if self.turned else self.refs[0].shape[1]
+        return [slice(start, start + size) for start in range(0, width, size)]
+
+    def part(self, place: slice, rows: slice = slice(None)) -> Array:
+        """Some rows of one part, transposed if the matrix is."""
+        if self.turned:
+            out: Array = self.refs[0][place, rows]
+        else:
+            out = self.refs[place.start // (place.stop - place.start)][rows, :]
+        return out
+
+
+def _piece(width: int) -> int:
+    return next((size for size in (512, 256) if width % size == 0), width)
+
+
 class Operands:
     """Arrays of a kernel by name, each with its block; an array that is None is left out."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.layout: list[Operand] = []
         self.arrays: list[Any] = []
         self.specs: list[Any] = []
 
     def add(self, name: str, array: Any, block: tuple[int, int], index_map: Callable[..., Any]) -> None:
         """One more operand."""
         if array is not None:
-            self.names.append(name)
+            self.layout.append(Operand(name, 0, False))
             self.arrays.append(array)
             self.specs.append(pl.BlockSpec(block, index_map))
 
     def add_matrix(self, name: str, array: Array, rows: int, index_of: Callable[[bool], Callable[..., Any]]) -> None:
-        """Blocks of ``rows`` whole rows of a matrix, as it lies in memory."""
-        if lies_turned(array):
-            self.add(f"{name}_turned", array.T, (array.shape[1], rows), index_of(True))
-        else:
-            self.add(name, array, (rows, array.shape[1]), index_of(False))
+        """Blocks of ``rows`` whole rows of a matrix, as it lies in memory.
+
+        A wide one comes in pieces of 512 columns: wider bfloat16 blocks are read in halves, which the vector unit has to
+        put together before each use.
+        """
+        width, turned = array.shape[1], lies_turned(array)
+        size = width if turned else _piece(width)
+        self.layout.append(Operand(name, width // size, turned))
+        for k in range(width // size):
+            self.arrays.append(array.T if turned else array)
+            index_map = index_of(turned)
+            if not turned:
+                index_map = functools.partial(lambda k, index_map, *g: (index_map(*g)[0], k), k, index_map)
+            self.specs.append(pl.BlockSpec((width, rows) if turned else (rows, size), index_map))
 
     def add_support(self, support: Array | None, tiling: Tiling) -> None:
         """Packed bits: a block holds those of 1024 tokens, a whole number of blocks of the vocabulary."""
         share, axis = 8 * LANES // tiling.vocabulary, tiling.token_axis
         self.add("support", support, (tiling.tokens, LANES), lambda *g: (g[axis], g[1 - axis] // share))
 
-    def named(self, refs: Any) -> dict[str, Any]:
-        """The kernel's references by name."""
-        return dict(zip(self.names, refs, strict=False))
+
+def by_name(layout: tuple[Operand, ...], refs: Any) -> tuple[dict[str, Any], Any]:
+    """A kernel's inputs by name, and the references behind them: outputs and scratch."""
+    named: dict[str, Any] = {}
+    for name, pieces, turned in layout:
+        count = max(1, pieces)
+        named[name] = Matrix(tuple(refs[:count]), turned) if pieces else refs[0]
+        refs = refs[count:]
+    return named, refs
 
 
 def lies_turned(array: Array) -> bool:
@@ -142,11 +208,6 @@ def lies_turned(array: Array) -> bool:
     """
     rows, columns = array.shape
     return padded_bytes(columns, rows, array.dtype.itemsize) < padded_bytes(rows, columns, array.dtype.itemsize)
-
-
-def matrix(refs: dict[str, Any], name: str) -> tuple[Any, int]:
-    """The reference of what ``Operands.add_matrix`` added, and the axis of its rows: 0, or 1 where it lies turned."""
-    return (refs[name], 0) if name in refs else (refs[f"{name}_turned"], 1)
 
 
 def row_of(values: Array | None, dtype: Any = jnp.float32) -> Array | None:
@@ -227,23 +288,16 @@ def logit_tile(
     ``beside`` is other work, one piece of which is written down after each part of a long product: the scheduler mostly
     keeps the order of the program, and overlaps the vector with the matrix unit only where they alternate.
     """
-    (head, v_axis), (hidden, n_axis) = matrix(refs, f"{head_prefix}head"), matrix(refs, f"{prefix}hidden")
-    everything = slice(None)
-
-    def part(depth: slice) -> Array:
-        w = head[(depth, everything) if v_axis else (everything, depth)]
-        h = hidden[(depth, columns) if n_axis else (columns, depth)]
-        pair = (w, 1 - v_axis), (h, 1 - n_axis)
-        (left, i), (right, k) = pair if on_lanes else pair[::-1]
-        return product(left, right, (i, k))
-
     work = iter(()) if beside is None else beside
-    size, width = head.shape[v_axis], head.shape[1 - v_axis]
-    r = part(slice(0, min(width, DEPTH)))
-    next(work, None)
-    for start in range(DEPTH, width, DEPTH):
-        r = r + part(slice(start, min(width, start + DEPTH)))
+    head, hidden = refs[f"{head_prefix}head"], refs[f"{prefix}hidden"]
+    r: Any = None
+    for place in head.parts:
+        pair = (head.part(place), 1 - head.axis), (hidden.part(place, columns), 1 - hidden.axis)
+        (left, i), (right, k) = pair if on_lanes else pair[::-1]
+        part = product(left, right, (i, k))
+        r = part if r is None else r + part
         next(work, None)
+    size = r.shape[0 if on_lanes else 1]
     allowed = None
     if (scale := refs.get(f"{head_prefix}scale")) is not None:
         r = r * _along_vocabulary(scale[...], r.shape, on_lanes)

@@ -23,13 +23,14 @@ from jaxtyping import Array, Float, Int, UInt8
 from trm_jax.ops._tiles import (
     LANES,
     SUBLANES,
+    Operand,
     Operands,
     Tiling,
     Units,
     add_policy,
+    by_name,
     lies_turned,
     logit_tile,
-    matrix,
     product,
 )
 from trm_jax.ops._vmem import chip_of
@@ -46,7 +47,7 @@ class _Static(NamedTuple):
     vocabulary: int
     tiling: Tiling
     units: Units
-    names: tuple[str, ...]
+    layout: tuple[Operand, ...]
 
     def logit_gradient(
         self, refs: dict[str, Any], params: Any, ids: Array, first: Array, *, ragged: bool, on_lanes: bool
@@ -73,8 +74,7 @@ class _Static(NamedTuple):
 
 
 def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
-    named = dict(zip(static.names, refs, strict=False))
-    out, sums, columns = refs[len(static.names) :]
+    named, (out, sums, columns) = by_name(static.layout, refs)
     i, j = pl.program_id(0), pl.program_id(1)
 
     @pl.when(j == 0)
@@ -90,13 +90,17 @@ def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
 
         ids = columns[:, len(_ROWS) : len(_ROWS) + 1].astype(jnp.int32)
         dz = static.logit_gradient(named, params, ids, j * static.tiling.vocabulary, ragged=ragged, on_lanes=False)
-        (ref, axis), (hidden, turned) = matrix(named, "head"), matrix(named, "hidden")
-        head = ref[...]
-        if ragged:
-            place = j * static.tiling.vocabulary + jax.lax.broadcasted_iota(jnp.int32, head.shape, axis)
-            head = jnp.where(place < static.vocabulary, head, jnp.zeros_like(head))
+        head, hidden = named["head"], named["hidden"]
         dz = dz.astype(jnp.promote_types(hidden.dtype, head.dtype))
-        sums[...] += product(head, dz, (axis, 1)) if turned else product(dz, head, (1, axis))
+        for place in head.parts:
+            rows = head.part(place)
+            if ragged:
+                ids = j * static.tiling.vocabulary + jax.lax.broadcasted_iota(jnp.int32, rows.shape, head.axis)
+                rows = jnp.where(ids < static.vocabulary, rows, jnp.zeros_like(rows))
+            if hidden.turned:
+                sums[place, :] += product(rows, dz, (head.axis, 1))
+            else:
+                sums[:, place] += product(dz, rows, (1, head.axis))
 
     last = j == pl.num_programs(1) - 1
     static.over_tiles(kinds[i] != _IDLE, last, tile)
@@ -107,8 +111,7 @@ def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
 
 
 def _head_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
-    named = dict(zip(static.names, refs, strict=False))
-    rest = refs[len(static.names) :]
+    named, rest = by_name(static.layout, refs)
     outs, scratch = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     j, i = pl.program_id(0), pl.program_id(1)
 
@@ -126,15 +129,19 @@ def _head_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
 
         ids = rows[len(_ROWS) : len(_ROWS) + 1].astype(jnp.int32)
         dz = static.logit_gradient(named, params, ids, j * static.tiling.vocabulary, ragged=ragged, on_lanes=True)
-        (ref, axis), (head, turned) = matrix(named, "hidden"), matrix(named, "head")
-        hidden = ref[...]
-        if dirty:
-            active = params("active")
-            if axis == 0:
-                active = jnp.broadcast_to(active, (LANES, rows.shape[1])).T[:, :1]
-            hidden = jnp.where(active > 0, hidden, jnp.zeros_like(hidden))
+        hidden, head = named["hidden"], named["head"]
+        active = params("active")
+        if dirty and not hidden.turned:
+            active = jnp.broadcast_to(active, (LANES, rows.shape[1])).T[:, :1]
         narrow = dz.astype(jnp.promote_types(hidden.dtype, head.dtype))
-        scratch[0][...] += product(hidden, narrow, (axis, 1)) if turned else product(narrow, hidden, (1, axis))
+        for place in hidden.parts:
+            part = hidden.part(place)
+            if dirty:
+                part = jnp.where(active > 0, part, jnp.zeros_like(part))
+            if head.turned:
+                scratch[0][place, :] += product(part, narrow, (hidden.axis, 1))
+            else:
+                scratch[0][:, place] += product(narrow, part, (1, hidden.axis))
         if len(scratch) > 1:
             scratch[1][...] += sum(dz[:, k : k + LANES] for k in range(0, dz.shape[1], LANES))
 
@@ -225,7 +232,7 @@ def logps_gradients(
         still, streamed = (hidden, head) if tiling.token_axis == 0 else (head, hidden)
         moved = still.nbytes + streamed.nbytes * grid[0]
         return pl.pallas_call(
-            functools.partial(kernel, _Static(n, v, tiling, units, tuple(operands.names))),
+            functools.partial(kernel, _Static(n, v, tiling, units, tuple(operands.layout))),
             out_shape=outs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,

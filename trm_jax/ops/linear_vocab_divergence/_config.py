@@ -16,9 +16,9 @@ def held_columns(tokens: int) -> int:
     """Token columns whose products an epilogue waits for, in a block of ``tokens``.
 
     >>> held_columns(1024), held_columns(128)
-    (512, 128)
+    (256, 128)
     """
-    return math.gcd(tokens, 512)
+    return math.gcd(tokens, 256)
 
 
 def divergence_bytes(

@@ -31,11 +31,13 @@ from trm_jax.ops._tiles import (
     MASKED,
     SUBLANES,
     UNSEEN,
+    Operand,
     Operands,
     Softmax,
     Tiling,
     Units,
     add_policy,
+    by_name,
     fold_rows,
     is_token,
     logit_tile,
@@ -63,18 +65,15 @@ class _Static(NamedTuple):
     vocabulary: int
     tiling: Tiling
     units: Units
-    names: tuple[str, ...]
+    layout: tuple[Operand, ...]
     group: int
     biased: bool
-
-    def named(self, refs: Any) -> dict[str, Any]:
-        return dict(zip(self.names, refs, strict=False))
 
     def tiles(
         self, refs: dict[str, Any], columns: slice, first: Array, ragged: bool, beside: Iterator[None]
     ) -> tuple[Array, Array]:
         """Both policies' logits for some columns of the tokens, and ``beside`` run to its end."""
-        rollout_head = "rollout_" if {"rollout_head", "rollout_head_turned"} & refs.keys() else "policy_"
+        rollout_head = "rollout_" if "rollout_head" in refs else "policy_"
         policy, rollout = (
             logit_tile(refs, prefix, head, columns, self.units, first, self.vocabulary, ragged=ragged, beside=beside)
             for prefix, head in (("policy_", "policy_"), ("rollout_", rollout_head))
@@ -84,7 +83,7 @@ class _Static(NamedTuple):
         return policy, rollout
 
     def sweep(self, refs: dict[str, Any], held: Any, step: Any, finish: Any) -> None:
-        """Runs the pieces of ``step(columns, first, tiles)`` on this tile's columns, and ``finish`` after the last tile.
+        """Runs the pieces of ``step(columns, first, tiles)`` on a tile's columns, and ``finish`` after the last tile.
 
         The last columns' logits are held over to the next tile, whose first product has nothing else beside it.
         """
@@ -172,8 +171,7 @@ class _Sums(NamedTuple):
 
 
 def _statistics_kernel(static: _Static, *refs: Any) -> None:
-    named = static.named(refs)
-    out, state, held = refs[len(static.names) :]
+    named, (out, state, held) = by_name(static.layout, refs)
     units, size = static.units, static.tiling.vocabulary
 
     @pl.when(pl.program_id(1) == 0)
@@ -194,9 +192,8 @@ def _statistics_kernel(static: _Static, *refs: Any) -> None:
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
-            t_gap, r_gap = t - t_top, r - r_top
-            w = jnp.where(own, 0.0, jnp.exp2(units.exponent * t_gap))
-            v = jnp.where(own, 0.0, jnp.exp2(units.exponent * r_gap))
+            t_gap, r_gap = (z - jnp.where(own, -MASKED, top) for z, top in ((t, t_top), (r, r_top)))  # weighs 0
+            w, v = jnp.exp2(units.exponent * t_gap), jnp.exp2(units.exponent * r_gap)
             x = _difference(t, r, shift, units, static.biased)
             if static.biased:
                 absent = jnp.where((t <= UNSEEN) & (v > 0), v, 0.0)
@@ -220,8 +217,7 @@ def _statistics_kernel(static: _Static, *refs: Any) -> None:
 
 
 def _tv_kernel(static: _Static, *refs: Any) -> None:
-    named = static.named(refs)
-    out, state, held = refs[len(static.names) :]
+    named, (out, state, held) = by_name(static.layout, refs)
     units, size = static.units, static.tiling.vocabulary
 
     @pl.when(pl.program_id(1) == 0)
@@ -297,7 +293,7 @@ def _sweep(
         operands.add(row, values, (1, block_n), tiling.by_token(row=True))
     biased = any(x is not None for x in (p.policy_bias, p.rollout_bias, p.rollout_scale))
     group = held_columns(block_n)
-    static = _Static(v, tiling, units, tuple(operands.names), group, biased)
+    static = _Static(v, tiling, units, tuple(operands.layout), group, biased)
     grid = tiling.grid(n, v)
     reads = sum(head.size * head.dtype.itemsize for head in heads) * grid[0]
     out: Array = pl.pallas_call(
