@@ -122,7 +122,7 @@ def run(
 
 def random_operands(n: int, d: int, v: int, shift: float, seed: int = 0) -> tuple[Operands, np.ndarray]:
     rng = np.random.default_rng(seed)
-    hidden = rng.normal(size=(n, d)).astype(np.float32)
+    hidden = (min(1.0, 10 / d**0.5) * rng.normal(size=(n, d))).astype(np.float32)  # no coarse logits
     head = rng.normal(size=(v, d)).astype(np.float32)
     other = (hidden + shift * rng.normal(size=hidden.shape)).astype(np.float32)
     operands = dict(policy_hidden=other, policy_head=head, rollout_hidden=hidden, rollout_head=head)
@@ -141,6 +141,8 @@ def check(got: dict[str, jax.Array], want: dict[str, np.ndarray]) -> None:
         ((37, 20, 300), 0.7, (128, 128)),
         pytest.param((1, 5, 7), 1.0, (128, 128), marks=pytest.mark.slow),
         pytest.param((140, 130, 257), 1.0, (128, 256), marks=pytest.mark.slow),
+        pytest.param((9, 1024, 140), 1.0, (128, 128), marks=pytest.mark.slow),  # in two pieces of 512
+        pytest.param((300, 40, 300), 1.0, (256, 128), marks=pytest.mark.slow),  # of two groups one waits
         pytest.param((520, 20, 1100), 1.0, (512, 512), marks=pytest.mark.slow),
     ],
 )

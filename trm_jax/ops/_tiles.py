@@ -169,8 +169,8 @@ class Operands:
     def add_matrix(self, name: str, array: Array, rows: int, index_of: Callable[[bool], Callable[..., Any]]) -> None:
         """Blocks of ``rows`` whole rows of a matrix, as it lies in memory.
 
-        A wide one comes in pieces of 512 columns: wider bfloat16 blocks are read in halves, which the vector unit has to
-        put together before each use.
+        A wide one comes in pieces of 512 columns: of wider bfloat16 blocks halves are read, which the vector unit
+        puts together before each use.
         """
         width, turned = array.shape[1], lies_turned(array)
         size = width if turned else _piece(width)
