@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from trm_jax import ops
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "divergence_accuracy.py"
 
 
 @pytest.fixture(scope="module")
-def measure() -> Callable[..., dict[str, Any]]:
+def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("divergence_accuracy", TOOL)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    function: Callable[..., dict[str, Any]] = module.measure
-    return function
+    return module
 
 
 @pytest.mark.parametrize("with_tv", [True, False])
@@ -33,11 +35,31 @@ def measure() -> Callable[..., dict[str, Any]]:
         for name in ("peaked", "flat", "near_deterministic", "constant_offset", "large_offset", "unrelated")
     ],
 )
-def test_relative_errors(shape: str, with_tv: bool, measure: Callable[..., dict[str, Any]]) -> None:
+def test_relative_errors(shape: str, with_tv: bool, tool: ModuleType) -> None:
     for target in (1.0,) if shape == "unrelated" else (4e-7, 2e-5, 1e-2, 1.0):
-        line = measure(shape, target, implementation="chunked", with_tv=with_tv, rows=2, vocabulary=151_936)
+        line = tool.measure(shape, target, implementation="chunked", with_tv=with_tv, rows=2, vocabulary=151_936)
         assert line["kl_min"] >= 1e-7
         assert line["kl_error"] <= (1e-2 if line["kl_min"] < 1e-5 else 1e-3), line
         if with_tv:
             assert line["tv_min"] >= 1e-6
             assert line["tv_error"] <= 1e-3, line
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        ("near_deterministic", {"implementation": "chunked"}),
+        pytest.param("near_deterministic", {"implementation": "pallas_tpu", "interpret": True}, marks=pytest.mark.slow),
+        pytest.param("peaked", {"implementation": "pallas_tpu", "interpret": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_any_token_will_do(shape: str, form: dict[str, str | bool], tool: ModuleType) -> None:
+    """A row's divergence does not depend on its token: the least likely one keeps the digits that a sample keeps."""
+    for target in (4e-7, 2e-5):
+        policy, rollout, _ = tool._pair(shape, target, 2, 151_936)
+        kl, tv = tool.exact(policy, rollout)
+        unit = jnp.eye(2)
+        out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, rollout.argmin(-1), **form)
+        assert kl.min() >= 1e-7
+        np.testing.assert_allclose(out.token_kl, kl, rtol=1e-2 if kl.min() < 1e-5 else 1e-3)
+        np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)

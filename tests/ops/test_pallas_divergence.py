@@ -69,18 +69,17 @@ def kernels(
     interpret: Any,
 ) -> tuple[DivergencePartial, dict[str, jax.Array]]:
     policy_logit, rollout_logit = token_logits
-    gap = policy_logit - rollout_logit
-    shift = jnp.where(jnp.isinf(policy_logit) | jnp.isinf(rollout_logit), 0.0, gap)
     given = dict(operands)
     if shared:
         given["rollout_head"] = given["policy_head"]
     given = {"policy_bias": None, "rollout_scale": None, "rollout_bias": None, "support": None, **given}
-    given |= dict(tokens=tokens, policy_token_logit=policy_logit, rollout_token_logit=rollout_logit, shift=shift)
+    given |= dict(tokens=tokens, policy_token_logit=policy_logit, rollout_token_logit=rollout_logit)
     static = dict(temperature=temperature, logit_soft_cap=cap, blocks=blocks, interpret=interpret)
     part = divergence_statistics(**given, **static)
-    normaliser = normaliser_difference(part, shift)
+    normaliser, kl = normaliser_difference(part)
     tv = divergence_tv(
         **given,
+        shift=part.shift,
         normaliser=normaliser,
         policy_logsumexp=part.policy.logsumexp,
         rollout_logsumexp=part.rollout.logsumexp,
@@ -89,7 +88,7 @@ def kernels(
     return part, {
         "policy_logps": policy_logit - part.policy.top - part.policy.log_total,
         "rollout_logps": rollout_logit - part.rollout.top - part.rollout.log_total,
-        "token_kl": normaliser - part.mean_shift,
+        "token_kl": kl,
         "token_tv": tv,
         "policy_entropy": part.policy.entropy,
         "rollout_entropy": part.rollout.entropy,
@@ -123,7 +122,7 @@ def run(
 
 def random_operands(n: int, d: int, v: int, shift: float, seed: int = 0) -> tuple[Operands, np.ndarray]:
     rng = np.random.default_rng(seed)
-    hidden = rng.normal(size=(n, d)).astype(np.float32)
+    hidden = (min(1.0, 10 / d**0.5) * rng.normal(size=(n, d))).astype(np.float32)  # no coarse logits
     head = rng.normal(size=(v, d)).astype(np.float32)
     other = (hidden + shift * rng.normal(size=hidden.shape)).astype(np.float32)
     operands = dict(policy_hidden=other, policy_head=head, rollout_hidden=hidden, rollout_head=head)
@@ -142,6 +141,8 @@ def check(got: dict[str, jax.Array], want: dict[str, np.ndarray]) -> None:
         ((37, 20, 300), 0.7, (128, 128)),
         pytest.param((1, 5, 7), 1.0, (128, 128), marks=pytest.mark.slow),
         pytest.param((140, 130, 257), 1.0, (128, 256), marks=pytest.mark.slow),
+        pytest.param((9, 1024, 140), 1.0, (128, 128), marks=pytest.mark.slow),  # in two pieces of 512
+        pytest.param((300, 40, 300), 1.0, (256, 128), marks=pytest.mark.slow),  # of two groups one waits
         pytest.param((520, 20, 1100), 1.0, (512, 512), marks=pytest.mark.slow),
     ],
 )
@@ -248,11 +249,11 @@ def test_shards_add_up() -> None:
     for side, z in (("policy", policy), ("rollout", rollout)):
         whole = np.logaddexp(*(np.asarray(getattr(p, side).logsumexp) for p in parts))
         np.testing.assert_allclose(whole, np.logaddexp.reduce(z, -1), rtol=1e-6)
+    # Σ π_roll exp(x) is what a shard adds to the ratio of the normalisers, about its own shift.
     weights = [np.exp(np.asarray(p.rollout.logsumexp) - np.logaddexp.reduce(rollout, -1)) for p in parts]
-    u = sum(w * np.asarray(p.growth) for w, p in zip(weights, parts, strict=True))
-    shift = np.asarray(at_token[0] - at_token[1])
-    want = np.logaddexp.reduce(policy, -1) - np.logaddexp.reduce(rollout, -1) - shift
-    np.testing.assert_allclose(np.log1p(u), want, rtol=1e-4, atol=1e-6)
+    ratio = sum(w * np.exp(p.shift) * (1 + np.asarray(p.growth)) for w, p in zip(weights, parts, strict=True))
+    want = np.logaddexp.reduce(policy, -1) - np.logaddexp.reduce(rollout, -1)
+    np.testing.assert_allclose(np.log(ratio), want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

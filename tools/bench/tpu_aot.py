@@ -115,7 +115,7 @@ def _divergence(function: Callable[..., Any], rows: tuple[str, ...]) -> Callable
             "rollout_bias": s((v,), "float32") if bias else None,
             "support": s((n, -(-v // 8)), "uint8") if case.option == "support" else None,
             "tokens": s((n,), "int32"),
-            **{name: s((n,), "float32") for name in ("policy_token_logit", "rollout_token_logit", "shift", *rows)},
+            **{name: s((n,), "float32") for name in ("policy_token_logit", "rollout_token_logit", *rows)},
         }
 
         def call(*arrays: Any) -> Any:
@@ -138,7 +138,7 @@ KERNELS: dict[str, Callable[[Case, Spec], Any]] = {
     "logps_statistics": _logps,
     "logps_gradients": _gradients,
     "divergence_statistics": _divergence(divergence_statistics, ()),
-    "divergence_tv": _divergence(divergence_tv, ("normaliser", "policy_logsumexp", "rollout_logsumexp")),
+    "divergence_tv": _divergence(divergence_tv, ("shift", "normaliser", "policy_logsumexp", "rollout_logsumexp")),
 }
 
 

@@ -7,6 +7,7 @@ the CPU compiler then makes its addends in one vectorised loop and sums them in 
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -17,6 +18,7 @@ from trm_jax.ops._partials import (
     DivergencePartial,
     SoftmaxPartial,
     TokenGap,
+    difference_of,
     merge_divergence,
     normaliser_difference,
     sum_over,
@@ -73,15 +75,30 @@ def _probabilities(logits: Array, whole: SoftmaxPartial, temperature: float) -> 
 
 
 def _sums_about_shift(
-    policy: Array, rollout: Array, x: Array, both: Array | None, sides: tuple[SoftmaxPartial, SoftmaxPartial], t: float
+    policy: Array,
+    rollout: Array,
+    both: Array | None,
+    sides: tuple[SoftmaxPartial, SoftmaxPartial],
+    shift: Array,
+    t: float,
 ) -> DivergencePartial:
+    """The record of held logits. Its curvature keeps ``u``, not the digits of KL: those come from ``_distances``."""
+    total = jnp.exp(sides[1].log_total)
     weight = _probabilities(rollout, sides[1], t)
+    x = _centred(policy, rollout, both, shift, t)
     ratio = weight * jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
     if both is None:
-        return DivergencePartial(*sides, _sum(ratio, weight > 0), _sum(weight * x, weight > 0), None)
-    growth = _sum(jnp.where(both, ratio, -weight), weight > 0)
-    uncovered = _sum(_probabilities(policy, sides[0], t), rollout == -jnp.inf)
-    return DivergencePartial(*sides, growth, _sum(weight * x, both), uncovered)
+        moment = _sum(weight * x, weight > 0)
+        return DivergencePartial(*sides, shift, total * (_sum(ratio, weight > 0) - moment), total * moment, None)
+    moment = _sum(weight * x, both)
+    gained = jnp.exp(sides[0].log_total) * _sum(_probabilities(policy, sides[0], t), rollout == -jnp.inf)
+    lost = total * _sum(weight, (policy == -jnp.inf) & (weight > 0))
+    return DivergencePartial(*sides, shift, total * (_sum(ratio, both) - moment) + gained, total * moment, lost)
+
+
+def _centred(policy: Array, rollout: Array, both: Array | None, shift: Array, t: float) -> Array:
+    x = _difference(policy, rollout) / t - shift[:, None]
+    return x if both is None else jnp.where(both, x, 0.0)
 
 
 def _distances(
@@ -135,21 +152,17 @@ def divergence_of_rows(
     (policy_part, policy_token), (rollout_part, rollout_token) = (
         softmax_of_rows(logits, tokens, temperature) for logits in (policy, rollout)
     )
-    # A token outside the support still gives a good shift; one that a head has not gives none.
-    shift = _difference(*(token_of_rows(logits, tokens) for logits in (policy_logits, rollout_logits))) / temperature
-    shift = sum_over(axis, jnp.where(policy_token.owned, shift, 0.0))
-    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
-
-    x = _difference(policy, rollout) / temperature - shift[:, None]
     both = None
     if allowed is not None or ragged:
         both = ~((policy == -jnp.inf) | (rollout == -jnp.inf))  # NaN logits must still reach the result
-        x = jnp.where(both, x, 0.0)
-    part = _sums_about_shift(policy, rollout, x, both, (policy_part, rollout_part), temperature)
+    # One value for every use: fused into a use, the division would be rounded as that use has it.
+    shift = jax.lax.optimization_barrier(difference_of(policy_part.top, rollout_part.top))
+    part = _sums_about_shift(policy, rollout, both, (policy_part, rollout_part), shift, temperature)
     whole, policy_logps, rollout_logps = merge_divergence(part, policy_token, rollout_token, axis)
 
-    difference = normaliser_difference(whole, shift)
-    sums = _distances(policy, rollout, x - difference[:, None], both, whole, temperature, with_tv)
+    difference, _ = normaliser_difference(whole)
+    d = _centred(policy, rollout, both, whole.shift, temperature) - difference[:, None]
+    sums = _distances(policy, rollout, d, both, whole, temperature, with_tv)
     kl, *tv = sum_over(axis, jnp.stack(sums))
     undefined = jnp.isnan(difference)
     return VocabDivergence(

@@ -8,11 +8,14 @@ None they describe the whole vocabulary already; otherwise the shards of that me
 Maxima and the rest of the sum travel apart, because ``logsumexp`` alone has lost what the rest adds once it is below
 the rounding of the largest logit: with them, entropies and log-probs of nearly deterministic rows keep their digits.
 
-The divergence is a shifted cumulant. With ``x = (z_θ - z_roll) - shift``, ``u = E_roll[expm1 x]``, ``b = E_roll[x]``
+The divergence is a shifted cumulant. With ``x = (z_θ - z_roll) - shift``, ``c = E_roll[expm1(x) - x]``,
+``b = E_roll[x]`` and ``u = E_roll[expm1 x] = c + b``
 
-    ``logsumexp_θ - logsumexp_roll = shift + log1p(u)``  and  ``KL(π_roll ‖ π_θ) = log1p(u) - b``,
+    ``logsumexp_θ - logsumexp_roll = shift + log1p(u)``  and  ``KL(π_roll ‖ π_θ) = log1p(u) - b = c - (u - log1p(u))``,
 
-for any shift; ``z_θ[y] - z_roll[y]`` of the sampled token keeps ``u`` small. Equal operands give exactly 0.
+for any shift: ``c`` is a sum of non-negative terms and ``u - log1p(u)`` of second order, so that nothing of first order
+cancels. The shift is the difference of the two tops, which is ``x = 0`` at the most likely token, whichever token was
+sampled: a nearly deterministic row then has no large terms at all. Equal operands give exactly 0.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from trm_jax.numerics import expm1_minus_identity
+
 __all__ = [
     "EXPONENT_LIMIT",
     "AxisName",
     "DivergencePartial",
     "SoftmaxPartial",
     "TokenGap",
+    "difference_of",
     "merge_divergence",
     "merge_softmax",
+    "moved",
     "normaliser_difference",
     "sum_over",
 ]
@@ -42,6 +49,7 @@ EXPONENT_LIMIT = 60.0
 
 _FAR_APART = 0.5
 _LOST_MASS = 0.05
+_SMALL_STEP = 0.1
 
 
 class SoftmaxPartial(NamedTuple):
@@ -71,23 +79,52 @@ class SoftmaxPartial(NamedTuple):
 
 
 class DivergencePartial(NamedTuple):
-    """Both policies' logits over some rows of the head, float32; expectations are over the rollout's softmax of them.
+    """Both policies' logits over some rows of the head, float32, with ``x = (z_θ - z_roll) - shift``.
+
+    The sums are in units of ``exp(top_roll)``; in units of ``exp(top_θ)`` where the rollout has none of these rows.
 
     Attributes:
       policy: statistics of ``z_θ``.
       rollout: statistics of ``z_roll``.
-      growth: ``[N]`` ``u = E_roll[expm1(min(x, EXPONENT_LIMIT))]``; a token that only the rollout has adds -1 times its
-        probability; 0 when the rollout has none of these rows.
-      mean_shift: ``[N]`` ``b = E_roll[x]``; ``-inf`` when the rollout has a token that the policy has not.
-      uncovered: ``[N]`` probability, under the policy's softmax of these rows, of tokens that the rollout has not; None
-        where there are none, or where ``growth`` contains it.
+      shift: ``[N]`` near ``top_θ - top_roll``; 0 where either has none of these rows.
+      curvature: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)``; a token that only the policy has adds
+        ``exp(z_θ - shift - top_roll)``.
+      moment: ``[N]`` ``Σ exp(z_roll - top_roll) x`` over the tokens that both have.
+      lost: ``[N]`` ``Σ exp(z_roll - top_roll)`` over the tokens that only the rollout has; None where there are none.
     """
 
     policy: SoftmaxPartial
     rollout: SoftmaxPartial
-    growth: Float[Array, " N"]
-    mean_shift: Float[Array, " N"]
-    uncovered: Float[Array, " N"] | None
+    shift: Float[Array, " N"]
+    curvature: Float[Array, " N"]
+    moment: Float[Array, " N"]
+    lost: Float[Array, " N"] | None
+
+    @property
+    def growth(self) -> Float[Array, " N"]:
+        """``u = E_roll[expm1 x]``."""
+        gained = self.curvature + self.moment
+        return (gained if self.lost is None else gained - self.lost) * jnp.exp(-self.rollout.log_total)
+
+
+def moved(
+    curvature: Array, moment: Array, total: Array, policy_factor: Array, rollout_factor: Array, step: Array
+) -> tuple[Array, Array]:
+    """``(curvature, moment)`` about other tops and a shift that is larger by ``step``.
+
+    Args:
+      curvature: as in ``DivergencePartial``; ``moment`` too.
+      total: ``Σ exp(z_roll - top_roll)`` over the tokens that both have.
+      policy_factor: ``exp(-step) · rollout_factor``.
+      rollout_factor: ``exp(old top_roll - new top_roll)``.
+      step: new shift less the old one; finite, and 0 where there is no ``total``.
+    """
+    small = jnp.abs(step) < _SMALL_STEP
+    s = jnp.where(small, -step, 0.0)
+    second = 0.5 * s * s * (1.0 + s / 3 * (1.0 + s / 4 * (1.0 + s / 5)))  # expm1(s) - s, to 3e-7 of it
+    near = rollout_factor * (second * total + (s + second) * moment)
+    far = (policy_factor - rollout_factor) * (total + moment) + rollout_factor * step * total
+    return policy_factor * curvature + jnp.where(small, near, far), rollout_factor * (moment - step * total)
 
 
 def sum_over(axis: AxisName, values: Array) -> Array:
@@ -137,6 +174,14 @@ def merge_softmax(part: SoftmaxPartial, token: TokenGap, axis: AxisName) -> tupl
     return _total(top, *jax.lax.psum(jnp.stack(addends), axis))
 
 
+def difference_of(a: Array, b: Array) -> Array:
+    """``a - b``, exactly 0 where equal, also if the compiler fuses products into the subtraction; 0 where not finite.
+
+    NaN stays.
+    """
+    return jnp.where((a == b) | jnp.isinf(a) | jnp.isinf(b), 0.0, a - b)
+
+
 def merge_divergence(
     part: DivergencePartial, policy_token: TokenGap, rollout_token: TokenGap, axis: AxisName
 ) -> tuple[DivergencePartial, Float[Array, " N"], Float[Array, " N"]]:
@@ -150,33 +195,48 @@ def merge_divergence(
         )
         return part, policy_logps, rollout_logps
     tops = jax.lax.pmax(jnp.stack([part.policy.top, part.rollout.top]), axis)
-    policy_mass, policy_addends = _addends(part.policy, policy_token, tops[0])
-    rollout_mass, rollout_addends = _addends(part.rollout, rollout_token, tops[1])
-    expectations = [_weighted(rollout_mass, part.growth), _weighted(rollout_mass, part.mean_shift)]
-    if part.uncovered is not None:
-        expectations.append(_weighted(policy_mass, part.uncovered))
+    _, policy_addends = _addends(part.policy, policy_token, tops[0])
+    _, rollout_addends = _addends(part.rollout, rollout_token, tops[1])
+
+    shift = difference_of(tops[0], tops[1])
+    one_sided = jnp.isneginf(part.policy.top) | jnp.isneginf(part.rollout.top)
+    step = jnp.where(one_sided, 0.0, shift - part.shift)
+    rollout_gap, policy_gap = (
+        jnp.where(jnp.isneginf(top), 0.0, side.top - top)
+        for side, top in ((part.rollout, tops[1]), (part.policy, tops[0]))
+    )
+    rollout_factor = jnp.exp(rollout_gap)
+    policy_factor = jnp.exp(jnp.where(jnp.isneginf(part.rollout.top), policy_gap, rollout_gap - step))
+    total = jnp.exp(part.rollout.log_total) - (0.0 if part.lost is None else part.lost)
+    total = jnp.where(one_sided, 0.0, total)
+    expectations = [*moved(part.curvature, part.moment, total, policy_factor, rollout_factor, step)]
+    if part.lost is not None:
+        expectations.append(rollout_factor * part.lost)
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)
     policy, policy_logps = _total(tops[0], *sums[0:4])
     rollout, rollout_logps = _total(tops[1], *sums[4:8])
-    policy_total, rollout_total = jnp.exp(policy.log_total), jnp.exp(rollout.log_total)
-    uncovered = None if part.uncovered is None else sums[10] / policy_total
-    whole = DivergencePartial(policy, rollout, sums[8] / rollout_total, sums[9] / rollout_total, uncovered)
+    whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], None if part.lost is None else sums[10])
     return whole, policy_logps, rollout_logps
 
 
-def normaliser_difference(whole: DivergencePartial, shift: Float[Array, " N"]) -> Float[Array, " N"]:
-    """``logsumexp_θ - logsumexp_roll - shift`` of a merged record, so that ``KL = difference - mean_shift``.
+def normaliser_difference(whole: DivergencePartial) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
+    """``(logsumexp_θ - logsumexp_roll - shift, KL)`` of a merged record; NaN at NaN logits.
 
-    ``log1p(u)`` corrected for policy mass outside the rollout's support; the plain difference for policies so far apart
-    that it no longer cancels, or where ``u`` misses mass whose rollout probability underflowed. NaN at NaN logits.
+    ``log1p(u)``, and the plain difference of normalisers for policies so far apart that it no longer cancels, or where
+    ``u`` misses mass whose rollout probability underflowed. KL is ``+inf`` where the rollout has a token that the
+    policy has not, 0 where it has none at all.
     """
-    policy, rollout = whole.policy, whole.rollout
-    plain = (policy.top - rollout.top) + (policy.log_total - rollout.log_total)
-    plain = jnp.where(jnp.isneginf(policy.top) | jnp.isneginf(rollout.top), 0.0, plain) - shift
-    uncovered = jnp.zeros_like(plain) if whole.uncovered is None else whole.uncovered
-    covered = jnp.log1p(-jnp.minimum(uncovered, _FAR_APART))
-    close = jnp.log1p(jnp.clip(whole.growth, -_FAR_APART, _FAR_APART)) - covered
-    apart = jnp.maximum(jnp.abs(whole.growth), uncovered) >= _FAR_APART
-    far = apart | (jnp.abs(close - plain) > _LOST_MASS)
+    policy, rollout, growth = whole.policy, whole.rollout, whole.growth
+    none = jnp.isneginf(policy.top) | jnp.isneginf(rollout.top)
+    plain = (difference_of(policy.top, rollout.top) - whole.shift) + (policy.log_total - rollout.log_total)
+    plain = jnp.where(none, 0.0, plain)
+    close = jnp.log1p(jnp.clip(growth, -_FAR_APART, _FAR_APART))
+    far = (jnp.abs(growth) >= _FAR_APART) | (jnp.abs(close - plain) > _LOST_MASS)
     difference = jnp.where(far, plain, close)
-    return jnp.where(jnp.isnan(whole.growth) | jnp.isnan(plain), jnp.nan, difference)
+    scale = jnp.exp(-rollout.log_total)
+    kl = jnp.where(far, plain - scale * whole.moment, scale * whole.curvature - expm1_minus_identity(close))
+    if whole.lost is not None:
+        kl = jnp.where(whole.lost > 0, jnp.inf, kl)
+    undefined = jnp.isnan(growth) | jnp.isnan(plain)
+    kl = jnp.where(jnp.isneginf(rollout.top), 0.0, jnp.maximum(kl, 0.0))
+    return jnp.where(undefined, jnp.nan, difference), jnp.where(undefined, jnp.nan, kl)

@@ -11,7 +11,12 @@ from jaxtyping import Array, Bool, Float
 
 from trm_jax.ops._partials import SoftmaxPartial
 
-__all__ = ["with_token"]
+__all__ = ["near_top", "with_token"]
+
+
+def near_top(top: Float[Array, " N"], token_logit: Float[Array, " N"], unit: float) -> Bool[Array, " N"]:
+    """Whether the token's logit is at most 1 below the reference of the sums: then it can be the reference itself."""
+    return token_logit >= unit * top - 1.0
 
 
 def with_token(
@@ -20,21 +25,24 @@ def with_token(
     moment: Float[Array, " N"],
     token_logit: Float[Array, " N"],
     here: Bool[Array, " N"],
+    near: Bool[Array, " N"],
     unit: float,
-) -> tuple[SoftmaxPartial, Float[Array, " N"], Float[Array, " N"]]:
-    """``(record, weight of the kernel's sums, probability of the token)`` of one policy.
+) -> SoftmaxPartial:
+    """The record of one policy.
 
     Args:
       top: reference of the sums, in units; ``total`` and ``moment`` are ``Σ exp(z - top)`` and ``Σ exp(z - top) (r -
         top)`` over the other tokens.
       token_logit: logit of the sampled token.
       here: whether that token is one of this shard's, and in its softmax.
+      near: whether that token may be the reference; of two policies both take it or neither, so that the difference of
+        their tops is that of one token, or lies between those of two.
       unit: logits a unit.
     """
     z = unit * top
     alone = total == 0
     # A reference up to 1 above the token may be the token itself, rounded differently.
-    at_token = here & (alone | (token_logit >= z - 1.0))
+    at_token = here & (alone | near)
     reference = jnp.where(at_token, token_logit, jnp.where(alone, 0.0, z))
     factor = jnp.where(alone, 0.0, jnp.exp(z - reference))
     gap = jnp.where(alone, 0.0, z - reference)
@@ -45,7 +53,6 @@ def with_token(
     moments = factor * (unit * moment + total * gap)
     moments = moments + jnp.where(here, own * (token_logit - reference), 0.0)
     empty = alone & ~here
-    record = SoftmaxPartial(
+    return SoftmaxPartial(
         top=jnp.where(empty, -jnp.inf, reference), log_total=jnp.log1p(rest), mean_gap=moments / whole
     )
-    return record, factor / whole, own / whole

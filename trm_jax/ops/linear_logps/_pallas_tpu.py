@@ -12,16 +12,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._partials import SoftmaxPartial
-from trm_jax.ops._softmax_rows import with_token
+from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import (
     CHUNK,
     LANES,
     SUBLANES,
+    Operand,
     Operands,
     Softmax,
     Tiling,
     Units,
     add_policy,
+    by_name,
     fold_rows,
     is_token,
     logit_tile,
@@ -40,13 +42,12 @@ class _Static(NamedTuple):
     vocabulary: int
     tiling: Tiling
     units: Units
-    names: tuple[str, ...]
+    layout: tuple[Operand, ...]
     group: int
 
 
 def _kernel(static: _Static, *refs: Any) -> None:
-    named = dict(zip(static.names, refs, strict=False))
-    out, state = refs[len(static.names) :]
+    named, (out, state) = by_name(static.layout, refs)
     exponent, size = static.units.exponent, static.tiling.vocabulary
     j, last = pl.program_id(1), pl.num_programs(1) - 1
 
@@ -126,7 +127,7 @@ def logps_statistics(
     operands.add("tokens", row_of(tokens, jnp.int32), (1, tiling.tokens), tiling.by_token(row=True))
     grid = tiling.grid(n, v)
     group = 2 * LANES if tiling.tokens % (2 * LANES) == 0 else LANES
-    static = _Static(v, tiling, units, tuple(operands.names), group)
+    static = _Static(v, tiling, units, tuple(operands.layout), group)
     out = pl.pallas_call(
         functools.partial(_kernel, static),
         out_shape=jax.ShapeDtypeStruct((SUBLANES, grid[0] * tiling.tokens), jnp.float32),
@@ -144,4 +145,5 @@ def logps_statistics(
         name="logps_statistics",
     )(*operands.arrays)[:, :n]
     here = (tokens >= 0) & (tokens < v) & (token_logit != -jnp.inf)
-    return with_token(out[0], out[1], out[2], token_logit, here, units.unit)[0]
+    near = near_top(out[0], token_logit, units.unit)
+    return with_token(out[0], out[1], out[2], token_logit, here, near, units.unit)

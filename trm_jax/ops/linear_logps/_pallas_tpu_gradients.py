@@ -20,7 +20,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._tiles import LANES, SUBLANES, Operands, Tiling, Units, add_policy, logit_tile, product
+from trm_jax.ops._tiles import (
+    LANES,
+    SUBLANES,
+    Operand,
+    Operands,
+    Tiling,
+    Units,
+    add_policy,
+    by_name,
+    lies_turned,
+    logit_tile,
+    product,
+)
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_logps._config import logps_blocks
 
@@ -35,7 +47,7 @@ class _Static(NamedTuple):
     vocabulary: int
     tiling: Tiling
     units: Units
-    names: tuple[str, ...]
+    layout: tuple[Operand, ...]
 
     def logit_gradient(
         self, refs: dict[str, Any], params: Any, ids: Array, first: Array, *, ragged: bool, on_lanes: bool
@@ -62,8 +74,7 @@ class _Static(NamedTuple):
 
 
 def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
-    named = dict(zip(static.names, refs, strict=False))
-    out, sums, columns = refs[len(static.names) :]
+    named, (out, sums, columns) = by_name(static.layout, refs)
     i, j = pl.program_id(0), pl.program_id(1)
 
     @pl.when(j == 0)
@@ -79,11 +90,17 @@ def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
 
         ids = columns[:, len(_ROWS) : len(_ROWS) + 1].astype(jnp.int32)
         dz = static.logit_gradient(named, params, ids, j * static.tiling.vocabulary, ragged=ragged, on_lanes=False)
-        head = named["head"][...]
-        if ragged:
-            place = j * static.tiling.vocabulary + jax.lax.broadcasted_iota(jnp.int32, head.shape, 0)
-            head = jnp.where(place < static.vocabulary, head, jnp.zeros_like(head))
-        sums[...] += product(dz.astype(jnp.promote_types(named["hidden"].dtype, head.dtype)), head, (1, 0))
+        head, hidden = named["head"], named["hidden"]
+        dz = dz.astype(jnp.promote_types(hidden.dtype, head.dtype))
+        for place in head.parts:
+            rows = head.part(place)
+            if ragged:
+                ids = j * static.tiling.vocabulary + jax.lax.broadcasted_iota(jnp.int32, rows.shape, head.axis)
+                rows = jnp.where(ids < static.vocabulary, rows, jnp.zeros_like(rows))
+            if hidden.turned:
+                sums[place, :] += product(rows, dz, (head.axis, 1))
+            else:
+                sums[:, place] += product(dz, rows, (1, head.axis))
 
     last = j == pl.num_programs(1) - 1
     static.over_tiles(kinds[i] != _IDLE, last, tile)
@@ -94,8 +111,7 @@ def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
 
 
 def _head_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
-    named = dict(zip(static.names, refs, strict=False))
-    rest = refs[len(static.names) :]
+    named, rest = by_name(static.layout, refs)
     outs, scratch = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     j, i = pl.program_id(0), pl.program_id(1)
 
@@ -113,11 +129,19 @@ def _head_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
 
         ids = rows[len(_ROWS) : len(_ROWS) + 1].astype(jnp.int32)
         dz = static.logit_gradient(named, params, ids, j * static.tiling.vocabulary, ragged=ragged, on_lanes=True)
-        hidden = named["hidden"][...]
-        if dirty:
-            active = jnp.broadcast_to(params("active"), (LANES, rows.shape[1])).T[:, :1]
-            hidden = jnp.where(active > 0, hidden, jnp.zeros_like(hidden))
-        scratch[0][...] += product(dz.astype(jnp.promote_types(hidden.dtype, named["head"].dtype)), hidden, (1, 0))
+        hidden, head = named["hidden"], named["head"]
+        active = params("active")
+        if dirty and not hidden.turned:
+            active = jnp.broadcast_to(active, (LANES, rows.shape[1])).T[:, :1]
+        narrow = dz.astype(jnp.promote_types(hidden.dtype, head.dtype))
+        for place in hidden.parts:
+            part = hidden.part(place)
+            if dirty:
+                part = jnp.where(active > 0, part, jnp.zeros_like(part))
+            if head.turned:
+                scratch[0][place, :] += product(part, narrow, (hidden.axis, 1))
+            else:
+                scratch[0][:, place] += product(narrow, part, (1, hidden.axis))
         if len(scratch) > 1:
             scratch[1][...] += sum(dz[:, k : k + LANES] for k in range(0, dz.shape[1], LANES))
 
@@ -199,22 +223,22 @@ def logps_gradients(
     if n % block_n:  # what stands behind the last row is not defined
         kinds = kinds.at[-1].set(jnp.where(kinds[-1] == _IDLE, _IDLE, _DIRTY))
 
-    def call(kernel: Any, token_axis: int, name: str, outs: Any, specs: Any, scratch: Any) -> Any:
-        tiling = Tiling(block_n, block_v, token_axis)
+    def call(kernel: Any, tiling: Tiling, name: str, outs: Any, specs: Any, scratch: Any) -> Any:
         operands = Operands()
         add_policy(operands, tiling, "", hidden, head, None, bias)
         operands.add_support(support, tiling)
         operands.add("rows", rows, (SUBLANES, block_n), tiling.by_token(row=True))
         grid = tiling.grid(n, v)
-        moved = (head.nbytes * grid[0] + hidden.nbytes) if token_axis == 0 else (hidden.nbytes * grid[0] + head.nbytes)
+        still, streamed = (hidden, head) if tiling.token_axis == 0 else (head, hidden)
+        moved = still.nbytes + streamed.nbytes * grid[0]
         return pl.pallas_call(
-            functools.partial(kernel, _Static(n, v, tiling, units, tuple(operands.names))),
+            functools.partial(kernel, _Static(n, v, tiling, units, tuple(operands.layout))),
             out_shape=outs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=grid,
                 in_specs=operands.specs,
-                out_specs=specs(tiling),
+                out_specs=specs,
                 scratch_shapes=scratch,
             ),
             compiler_params=pltpu.CompilerParams(
@@ -225,23 +249,24 @@ def logps_gradients(
             name=name,
         )(kinds.astype(jnp.int32), *operands.arrays)
 
-    dhidden = call(
-        _hidden_kernel,
-        0,
-        "logps_hidden_gradient",
-        jax.ShapeDtypeStruct((n, width), hidden_grad_dtype),
-        lambda tiling: pl.BlockSpec((block_n, width), tiling.by_token(row=False)),
-        [pltpu.VMEM((block_n, width), jnp.float32), pltpu.VMEM((block_n, SUBLANES), jnp.float32)],
-    )
-    outs = [jax.ShapeDtypeStruct((v, width), head_grad_dtype or head.dtype)]
-    scratch = [pltpu.VMEM((block_v, width), jnp.float32)]
+    def gradient(array: Array, dtype: Any, rows: int, index_of: Any) -> tuple[Any, Any, Any, bool]:
+        """Output, its block, its float32 sums, and whether it is written transposed, as its array lies."""
+        (size, columns), turned = array.shape, lies_turned(array)
+        shape, block = ((columns, size), (columns, rows)) if turned else ((size, columns), (rows, columns))
+        out = jax.ShapeDtypeStruct(shape, dtype)
+        return out, pl.BlockSpec(block, index_of(row=turned)), pltpu.VMEM(block, jnp.float32), turned
+
+    over_tokens, over_vocabulary = Tiling(block_n, block_v, 0), Tiling(block_n, block_v, 1)
+    out, spec, sums, turned = gradient(hidden, hidden_grad_dtype, block_n, over_tokens.by_token)
+    columns = pltpu.VMEM((block_n, SUBLANES), jnp.float32)
+    dhidden = call(_hidden_kernel, over_tokens, "logps_hidden_gradient", out, spec, [sums, columns])
+    dhidden = dhidden.T if turned else dhidden
+
+    out, spec, sums, turned = gradient(head, head_grad_dtype or head.dtype, block_v, over_vocabulary.by_vocabulary)
+    outs, specs, scratch = [out], [spec], [sums]
     if bias is not None:
         outs.append(jax.ShapeDtypeStruct((1, v), jnp.float32))
+        specs.append(pl.BlockSpec((1, block_v), over_vocabulary.by_vocabulary(row=True)))
         scratch.append(pltpu.VMEM((block_v, LANES), jnp.float32))
-
-    def head_specs(tiling: Tiling) -> list[Any]:
-        specs = [pl.BlockSpec((block_v, width), tiling.by_vocabulary(row=False))]
-        return [*specs, pl.BlockSpec((1, block_v), tiling.by_vocabulary(row=True))][: len(outs)]
-
-    dhead, *dbias = call(_head_kernel, 1, "logps_head_gradient", outs, head_specs, scratch)
-    return dhidden, dhead, dbias[0][0] if dbias else None
+    dhead, *dbias = call(_head_kernel, over_vocabulary, "logps_head_gradient", outs, specs, scratch)
+    return dhidden, dhead.T if turned else dhead, dbias[0][0] if dbias else None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from trm_jax.ops._vmem import Chip, padded_bytes, pick_blocks
 
-__all__ = ["divergence_blocks", "divergence_bytes"]
+__all__ = ["divergence_blocks", "divergence_bytes", "held_columns"]
 
 _CANDIDATES = ((1024, 512), (512, 512), (512, 256), (256, 256), (256, 128), (128, 128))
 """Large token blocks first: the head is read from memory once for each of them."""
+
+
+def held_columns(tokens: int) -> int:
+    """Token columns whose products an epilogue waits for, in a block of ``tokens``.
+
+    >>> held_columns(1024), held_columns(128)
+    (256, 128)
+    """
+    return math.gcd(tokens, 256)
 
 
 def divergence_bytes(
@@ -27,7 +38,8 @@ def divergence_bytes(
     bits = padded_bytes(tokens, 128, 1) if supported else 0
     state = 9 * padded_bytes(8, tokens, 4)
     tile = padded_bytes(vocabulary, tokens, 4)
-    logits = (3 + 2 * supported) * tile  # both policies' logits, and what the compiler spills of the epilogue
+    # Both policies' logits, what the compiler spills of the epilogue, and the columns held over to the next tile.
+    logits = (3 + 2 * supported) * tile + 2 * padded_bytes(vocabulary, held_columns(tokens), 4)
     # An int8 head is widened, and a float32 one split in three, before it meets the matrix unit.
     widened = sum(
         padded_bytes(vocabulary, d, 6 if size == 4 else 2)
@@ -49,9 +61,11 @@ def divergence_blocks(
 ) -> tuple[int, int]:
     """``(tokens, vocabulary)``: the largest block that fits, no larger than the tokens need.
 
-    >>> from trm_jax.ops._vmem import CHIPS
-    >>> divergence_blocks(CHIPS["v6e"], 4096, (4096, 4096), (2, 2), (2,), supported=False)
-    (1024, 512)
+        >>> import math
+
+    from trm_jax.ops._vmem import CHIPS
+        >>> divergence_blocks(CHIPS["v6e"], 4096, (4096, 4096), (2, 2), (2,), supported=False)
+        (1024, 512)
     """
     enough = max(128, -(-n // 128) * 128)
     candidates = [(min(tokens, enough), vocabulary) for tokens, vocabulary in _CANDIDATES]

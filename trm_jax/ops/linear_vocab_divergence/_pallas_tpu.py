@@ -1,9 +1,10 @@
 """TPU kernels: one sweep over both heads for normalisers, entropies and KL, a second one for TV.
 
-First sweep, with ``x = (z_θ - z_roll) - shift``: beside each policy's online softmax it sums ``b = E_roll[x]`` and the
-curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series for small ``x`` and as
-``w_θ κ - w_roll (1 + x)`` with the weights at hand otherwise (``κ`` refers the policy's weights to the rollout's):
-no third exponential. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
+First sweep, with ``x = (z_θ - z_roll) - (top_θ - top_roll)`` of the running tops: beside each policy's online softmax
+it sums ``E_roll[x]`` and the curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series
+for small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise: no third exponential. A new top
+moves both sums exactly, so that they end about the most likely token. Second sweep: ``½ Σ π_roll |expm1(x -
+normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
 as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
@@ -12,7 +13,7 @@ as the products of other token columns, the only place where the scheduler overl
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,28 +22,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._partials import EXPONENT_LIMIT, DivergencePartial
-from trm_jax.ops._softmax_rows import with_token
+from trm_jax.numerics import expm1_minus_identity
+from trm_jax.ops._partials import EXPONENT_LIMIT, DivergencePartial, difference_of, moved
+from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import (
     CHUNK,
     LANES,
+    MASKED,
     SUBLANES,
     UNSEEN,
+    Operand,
     Operands,
     Softmax,
     Tiling,
     Units,
     add_policy,
+    by_name,
     fold_rows,
     is_token,
     logit_tile,
     row_of,
-    softmax_finish,
     softmax_start,
     softmax_update,
 )
 from trm_jax.ops._vmem import chip_of
-from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks
+from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks, held_columns
 
 __all__ = ["divergence_statistics", "divergence_tv"]
 
@@ -54,44 +58,68 @@ _HALF = 0.5 * (1.0 + _SMALL**2 / 24)
 _TINY = 1 / 32
 """The same for the two terms of ``expm1`` that the second sweep takes: 2e-4 of a term, at most."""
 
-_SUMS = 9  # policy's top, total, moment; the rollout's; mean shift; curvature; missing mass
+_SUMS = 9  # the leaves of ``_Sums``
 
 
 class _Static(NamedTuple):
     vocabulary: int
     tiling: Tiling
     units: Units
-    names: tuple[str, ...]
+    layout: tuple[Operand, ...]
     group: int
     biased: bool
 
-    def named(self, refs: Any) -> dict[str, Any]:
-        return dict(zip(self.names, refs, strict=False))
-
-    def tiles(self, refs: dict[str, Any], columns: slice, first: Array, ragged: bool) -> tuple[Array, Array]:
-        """Both policies' logits for some columns of the tokens."""
+    def tiles(
+        self, refs: dict[str, Any], columns: slice, first: Array, ragged: bool, beside: Iterator[None]
+    ) -> tuple[Array, Array]:
+        """Both policies' logits for some columns of the tokens, and ``beside`` run to its end."""
         rollout_head = "rollout_" if "rollout_head" in refs else "policy_"
         policy, rollout = (
-            logit_tile(refs, prefix, head, columns, self.units, first, self.vocabulary, ragged=ragged)
+            logit_tile(refs, prefix, head, columns, self.units, first, self.vocabulary, ragged=ragged, beside=beside)
             for prefix, head in (("policy_", "policy_"), ("rollout_", rollout_head))
         )
+        for _ in beside:
+            pass
         return policy, rollout
 
-    def sweep(self, step: Any, finish: Any) -> None:
-        """Runs ``step(columns, first, ragged)`` on this tile's token columns, and ``finish`` after the last tile."""
+    def sweep(self, refs: dict[str, Any], held: Any, step: Any, finish: Any) -> None:
+        """Runs the pieces of ``step(columns, first, tiles)`` on a tile's columns, and ``finish`` after the last tile.
+
+        The last columns' logits are held over to the next tile, whose first product has nothing else beside it.
+        """
         j, last = pl.program_id(1), pl.num_programs(1) - 1
-        first = j * self.tiling.vocabulary
+        size, tokens = self.tiling.vocabulary, self.tiling.tokens
+        first = j * size
+        groups = [slice(start, start + self.group) for start in range(0, tokens, self.group)]
+
+        @pl.when(j == 0)
+        def _() -> None:
+            held[...] = jnp.full_like(held, MASKED)  # adds nothing
 
         def tile(ragged: bool) -> None:
-            for start in range(0, self.tiling.tokens, self.group):
-                step(slice(start, start + self.group), first, ragged)
+            waiting = groups[-1], first - size, (held[0], held[1])
+            for columns in groups:
+                tiles = self.tiles(refs, columns, first, ragged, step(*waiting))
+                waiting = columns, first, tiles
+            held[0], held[1] = waiting[2]
 
-        if self.vocabulary % self.tiling.vocabulary:
+        def rest(k: Array, _: None) -> None:
+            inside = pl.ds(pl.multiple_of(k * LANES, LANES), LANES)
+            columns = pl.ds(pl.multiple_of(groups[-1].start + k * LANES, LANES), LANES)
+            for _ in step(columns, first, (held[0, :, inside], held[1, :, inside])):
+                pass
+
+        if self.vocabulary % size:
             pl.when(j < last)(lambda: tile(False))
             pl.when(j == last)(lambda: tile(True))
         else:
             tile(False)
-        pl.when(j == last)(finish)
+
+        @pl.when(j == last)
+        def _() -> None:
+            # A loop, because a branch of straight code would be made part of every step by predicates.
+            jax.lax.fori_loop(0, self.group // LANES, rest, None)
+            finish()
 
 
 def _difference(t: Array, r: Array, shift: Array, units: Units, exact: bool) -> Array:
@@ -102,9 +130,48 @@ def _difference(t: Array, r: Array, shift: Array, units: Units, exact: bool) -> 
     return (d if units.unit == 1.0 else d * units.unit) - shift
 
 
+class _Sums(NamedTuple):
+    """Running sums, ``[8, tokens]`` each, in the kernel's units; ``curvature`` and what follows as in the record."""
+
+    policy: Softmax
+    rollout: Softmax
+    curvature: Array
+    moment: Array
+    lost: Array
+
+    @classmethod
+    def of(cls, rows: Any) -> _Sums:
+        return cls(Softmax(*rows[:3]), Softmax(*rows[3:6]), *rows[6:])
+
+    def shift(self, unit: float) -> Array:
+        """In logits. A bit of the product is dropped, so that no later subtraction can take the unrounded product."""
+        gap = self.policy.top - self.rollout.top
+        if unit == 1.0:
+            return gap
+        bits = jax.lax.bitcast_convert_type(gap * unit, jnp.int32) & ~1
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    def about(self, policy_top: Array, rollout_top: Array, units: Units) -> _Sums:
+        """The same sums referred to larger tops."""
+        policy, policy_factor = softmax_update(self.policy, policy_top, units.exponent)
+        rollout, rollout_factor = softmax_update(self.rollout, rollout_top, units.exponent)
+        unseen = (self.policy.top <= UNSEEN) | (self.rollout.top <= UNSEEN)
+        new = self._replace(policy=policy, rollout=rollout)
+        step = jnp.where(unseen, 0.0, new.shift(units.unit) - self.shift(units.unit))
+        shared = jnp.where(unseen, 0.0, self.rollout.total - self.lost)
+        curvature, moment = moved(self.curvature, self.moment, shared, policy_factor, rollout_factor, step)
+        return _Sums(policy, rollout, curvature, moment, rollout_factor * self.lost)
+
+    def merged(self, units: Units) -> _Sums:
+        """The eight sublanes as one, ``[1, tokens]``."""
+        tops = [jnp.max(side.top, axis=0, keepdims=True) for side in (self.policy, self.rollout)]
+        alike = self.about(*(jnp.broadcast_to(top, self.lost.shape) for top in tops), units)
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
+        return sums._replace(policy=sums.policy._replace(top=tops[0]), rollout=sums.rollout._replace(top=tops[1]))
+
+
 def _statistics_kernel(static: _Static, *refs: Any) -> None:
-    named = static.named(refs)
-    out, state = refs[len(static.names) :]
+    named, (out, state, held) = by_name(static.layout, refs)
     units, size = static.units, static.tiling.vocabulary
 
     @pl.when(pl.program_id(1) == 0)
@@ -114,59 +181,51 @@ def _statistics_kernel(static: _Static, *refs: Any) -> None:
             state[i] = value
         state[6:] = jnp.zeros_like(state[6:])
 
-    def step(columns: slice, first: Array, ragged: bool) -> None:
-        t_tile, r_tile = static.tiles(named, columns, first, ragged)
-        shift, tokens = named["shift"][:, columns], named["tokens"][:, columns]
-        old = [state[i, :, columns] for i in range(_SUMS)]
-        t_all, r_all = fold_rows(t_tile, 0, size), fold_rows(r_tile, 0, size)
-        t_top = jnp.maximum(old[0], jnp.max(t_all, axis=0))
-        r_top = jnp.maximum(old[3], jnp.max(r_all, axis=0))
-        policy, _ = softmax_update(Softmax(*old[:3]), t_top, units.exponent)
-        rollout, factor = softmax_update(Softmax(*old[3:6]), r_top, units.exponent)
-        shifted, curved, missing = (factor * x for x in old[6:])
-        kappa = jnp.exp(jnp.minimum(units.unit * (t_top - r_top) - shift, EXPONENT_LIMIT))
-        sums = [policy.total, policy.moment, rollout.total, rollout.moment, shifted, curved, missing]
+    def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
+        t_tile, r_tile = tiles
+        tokens = named["tokens"][:, columns]
+        old = _Sums.of([state[i, :, columns] for i in range(_SUMS)])
+        t_top = jnp.maximum(old.policy.top, jnp.max(fold_rows(t_tile, 0, size), axis=0))
+        r_top = jnp.maximum(old.rollout.top, jnp.max(fold_rows(r_tile, 0, size), axis=0))
+        sums = old.about(t_top, r_top, units)
+        shift, rows = sums.shift(units.unit), jax.tree.leaves(sums)
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
-            t_gap, r_gap = t - t_top, r - r_top
-            w = jnp.where(own, 0.0, jnp.exp2(units.exponent * t_gap))
-            v = jnp.where(own, 0.0, jnp.exp2(units.exponent * r_gap))
+            t_gap, r_gap = (z - jnp.where(own, -MASKED, top) for z, top in ((t, t_top), (r, r_top)))  # weighs 0
+            w, v = jnp.exp2(units.exponent * t_gap), jnp.exp2(units.exponent * r_gap)
             x = _difference(t, r, shift, units, static.biased)
             if static.biased:
                 absent = jnp.where((t <= UNSEEN) & (v > 0), v, 0.0)
-                sums[6] += jnp.sum(absent, axis=0)
+                rows[8] += jnp.sum(absent, axis=0)
                 x = jnp.where(absent > 0, 0.0, x)
             vx = v * x
             series = vx * x * (_HALF + x * (1 / 6))
-            weights = w * kappa - (v + vx)
-            curvature = jnp.where(jnp.abs(x) < _SMALL, series, weights)
-            for i, value in enumerate((w, w * t_gap, v, v * r_gap, vx, curvature)):
-                sums[i] += jnp.sum(value, axis=0)
-        for i, value in enumerate((t_top, *sums[:2], r_top, *sums[2:])):
+            curvature = jnp.where(jnp.abs(x) < _SMALL, series, w - (v + vx))
+            for i, value in ((1, w), (2, w * t_gap), (4, v), (5, v * r_gap), (6, curvature), (7, vx)):
+                rows[i] += jnp.sum(value, axis=0)
+            yield
+        for i, value in enumerate(rows):
             state[i, :, columns] = value
 
     def finish() -> None:
-        policy, _ = softmax_finish(Softmax(*(state[i] for i in range(3))), units.exponent)
-        rollout, factor = softmax_finish(Softmax(*(state[i] for i in range(3, 6))), units.exponent)
-        rest = [jnp.sum(factor * state[i], axis=0, keepdims=True) for i in range(6, _SUMS)]
-        for i, value in enumerate((*policy, *rollout, *rest)):
+        sums = _Sums.of([state[i] for i in range(_SUMS)]).merged(units)
+        for i, value in enumerate((*jax.tree.leaves(sums), sums.shift(units.unit))):
             out[i : i + 1, :] = value
 
-    static.sweep(step, finish)
+    static.sweep(named, held, step, finish)
 
 
 def _tv_kernel(static: _Static, *refs: Any) -> None:
-    named = static.named(refs)
-    out, state = refs[len(static.names) :]
+    named, (out, state, held) = by_name(static.layout, refs)
     units, size = static.units, static.tiling.vocabulary
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         state[...] = jnp.zeros_like(state)
 
-    def step(columns: slice, first: Array, ragged: bool) -> None:
-        t_tile, r_tile = static.tiles(named, columns, first, ragged)
+    def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
+        t_tile, r_tile = tiles
         rows = ("shift", "normaliser", "policy_normaliser", "rollout_normaliser")
         shift, normaliser, t_norm, r_norm = (named[name][:, columns] for name in rows)
         tokens, total = named["tokens"][:, columns], state[:, columns]
@@ -176,12 +235,13 @@ def _tv_kernel(static: _Static, *refs: Any) -> None:
             d = _difference(t, r, shift, units, static.biased) - normaliser
             gap = jnp.where(jnp.abs(d) < _TINY, q * d * (1.0 + 0.5 * d), p - q)
             total += jnp.sum(jnp.where(is_token(tokens, first, start, CHUNK), 0.0, jnp.abs(gap)), axis=0)
+            yield
         state[:, columns] = total
 
     def finish() -> None:
         out[...] = 0.5 * jnp.sum(state[...], axis=0, keepdims=True)
 
-    static.sweep(step, finish)
+    static.sweep(named, held, step, finish)
 
 
 class _Policies(NamedTuple):
@@ -232,8 +292,8 @@ def _sweep(
     for row, values in {"tokens": row_of(p.tokens, jnp.int32), **rows}.items():
         operands.add(row, values, (1, block_n), tiling.by_token(row=True))
     biased = any(x is not None for x in (p.policy_bias, p.rollout_bias, p.rollout_scale))
-    group = math.gcd(block_n, 4 * LANES)
-    static = _Static(v, tiling, units, tuple(operands.names), group, biased)
+    group = held_columns(block_n)
+    static = _Static(v, tiling, units, tuple(operands.layout), group, biased)
     grid = tiling.grid(n, v)
     reads = sum(head.size * head.dtype.itemsize for head in heads) * grid[0]
     out: Array = pl.pallas_call(
@@ -242,7 +302,10 @@ def _sweep(
         grid=grid,
         in_specs=operands.specs,
         out_specs=pl.BlockSpec((sums, block_n), tiling.by_token(row=True)),
-        scratch_shapes=[pltpu.VMEM((*state, block_n), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM((*state, block_n), jnp.float32),
+            pltpu.VMEM((2, block_v, group), jnp.float32),
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=this.vmem_bytes
         ),
@@ -253,11 +316,6 @@ def _sweep(
         name=name,
     )(*operands.arrays)
     return out[:, :n]
-
-
-def _token_gap(policy: Array, rollout: Array) -> Array:
-    """Exactly 0 for equal logits, also where the compiler fuses the division by the temperature into the difference."""
-    return jnp.where(policy == rollout, 0.0, policy - rollout)
 
 
 def _local(tokens: Array, vocabulary: int) -> Array:
@@ -276,7 +334,6 @@ def divergence_statistics(
     tokens: Int[Array, " N"],
     policy_token_logit: Float[Array, " N"],
     rollout_token_logit: Float[Array, " N"],
-    shift: Float[Array, " N"],
     *,
     temperature: float,
     logit_soft_cap: float | None = None,
@@ -293,13 +350,12 @@ def divergence_statistics(
       support: ``[N, ceil(V/8)]`` bits of these rows, or None.
       tokens: ``[N]`` sampled ids relative to this shard; outside ``[0, V)`` they are another shard's.
       policy_token_logit: ``[N]`` logits of the sampled tokens, ``-inf`` outside their support; so is the rollout's.
-      shift: ``[N]`` finite, near ``z_θ - z_roll``.
       interpret: of ``pl.pallas_call``.
       chip: name in ``CHIPS`` whose blocks to use; None asks the device.
       blocks: ``(tokens, vocabulary)`` of a block, multiples of 128 of which the second divides 1024; None picks.
 
     Returns:
-      The record of this shard. ``growth`` counts policy mass outside the rollout's support, so ``uncovered`` is None.
+      The record of this shard.
     """
     units = Units(temperature, logit_soft_cap)
     shared = rollout_head is policy_head and rollout_scale is None
@@ -307,27 +363,32 @@ def divergence_statistics(
     policies = _Policies(
         policy_hidden, policy_head, policy_bias, rollout_hidden, head, rollout_scale, rollout_bias, support, tokens
     )
-    rows = {"shift": row_of(shift)}
     state = (_SUMS, SUBLANES)
-    out = _sweep(_statistics_kernel, policies, rows, 16, "divergence_statistics", state, units, interpret, chip, blocks)
+    out = _sweep(_statistics_kernel, policies, {}, 16, "divergence_statistics", state, units, interpret, chip, blocks)
     local = _local(tokens, policy_head.shape[0])
-    policy_here = local & (policy_token_logit != -jnp.inf)
-    rollout_here = local & (rollout_token_logit != -jnp.inf)
-    policy, _, _ = with_token(out[0], out[1], out[2], policy_token_logit, policy_here, units.unit)
-    rollout, weight, own = with_token(out[3], out[4], out[5], rollout_token_logit, rollout_here, units.unit)
-    both = policy_here & rollout_here
-    x = jnp.where(both, _token_gap(policy_token_logit, rollout_token_logit) - shift, 0.0)
-    growth = jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
-    only_policy = jnp.where(rollout.top == -jnp.inf, 0.0, jnp.exp(policy_token_logit - shift - rollout.logsumexp))
-    growth = jnp.where(both, own * growth, jnp.where(policy_here, only_policy, -own))
-    lost = (out[8] > 0) | (rollout_here & ~policy_here)
-    mean = weight * out[6] + own * x
+    logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[3])
+    here = [local & (logit != -jnp.inf) for logit in logits]
+    near = near_top(out[0], logits[0], units.unit) & near_top(out[3], logits[1], units.unit)
+    policy, rollout = (with_token(*out[3 * i : 3 * i + 3], logits[i], here[i], near, units.unit) for i in range(2))
+    seen = [top > UNSEEN for top in tops]
+    shift = jnp.where(seen[0] & seen[1], out[9], 0.0)
+    reference = [jnp.where(part.top == -jnp.inf, 0.0, part.top) for part in (policy, rollout)]
+    gaps = [jnp.where(s, units.unit * top, r) - r for s, top, r in zip(seen, tops, reference, strict=True)]
+    factor = jnp.exp(jnp.where(seen[1], gaps[1], gaps[0]))
+
+    both = here[0] & here[1]
+    x = jnp.where(both, difference_of(*logits) - shift, 0.0)
+    weight = jnp.where(here[1], jnp.exp(rollout_token_logit - reference[1]), 0.0)
+    alone = jnp.exp(policy_token_logit - jnp.where(seen[1], shift + reference[1], reference[0]))
+    own = jnp.where(here[0] & ~here[1], alone, weight * expm1_minus_identity(jnp.minimum(x, EXPONENT_LIMIT)))
+    biased = policy_bias is not None or rollout_bias is not None
     return DivergencePartial(
         policy=policy,
         rollout=rollout,
-        growth=weight * ((out[7] + out[6]) - out[8]) + growth,
-        mean_shift=jnp.where(lost, -jnp.inf, mean),
-        uncovered=None,
+        shift=shift,
+        curvature=factor * out[6] + own,
+        moment=factor * out[7] + weight * x,
+        lost=factor * out[8] + jnp.where(here[0], 0.0, weight) if biased else None,
     )
 
 
@@ -356,8 +417,8 @@ def divergence_tv(
 ) -> Float[Array, " N"]:
     """This shard's addend to the total variation, in one sweep.
 
-    Operands as for ``divergence_statistics``, and of the whole vocabulary: ``normaliser`` ``logsumexp_θ -
-    logsumexp_roll - shift`` (the accurate one) and both ``logsumexp``.
+    Operands as for ``divergence_statistics``, and of the whole vocabulary: the record's ``shift``, ``normaliser``
+    ``logsumexp_θ - logsumexp_roll - shift`` (the accurate one) and both ``logsumexp``.
     """
     units = Units(temperature, logit_soft_cap)
     shared = rollout_head is policy_head and rollout_scale is None
@@ -376,6 +437,6 @@ def divergence_tv(
     local = _local(tokens, policy_head.shape[0])
     p, q = jnp.exp(policy_token_logit - lse_policy), jnp.exp(rollout_token_logit - lse_rollout)
     both = (policy_token_logit != -jnp.inf) & (rollout_token_logit != -jnp.inf)
-    d = jnp.where(both, _token_gap(policy_token_logit, rollout_token_logit) - shift - normaliser, jnp.inf)
+    d = jnp.where(both, difference_of(policy_token_logit, rollout_token_logit) - shift - normaliser, jnp.inf)
     own = jnp.where(jnp.abs(d) < _SMALL, q * jnp.abs(jnp.expm1(jnp.where(jnp.isinf(d), 0.0, d))), jnp.abs(p - q))
     return out + jnp.where(local, 0.5 * own, 0.0)

@@ -33,18 +33,12 @@ def vocab_divergence_swept(
     axis: AxisName,
     interpret: bool,
 ) -> VocabDivergence:
-    """Operands and options as for ``vocab_divergence_chunked``; 56 bytes a token travel over ``axis``."""
+    """Operands and options as for ``vocab_divergence_chunked``; 52 bytes a token travel over ``axis``."""
     vocabulary = policy_head.weight.shape[0]
-    owned = (tokens >= 0) & (tokens < vocabulary)
     policy_logit, rollout_logit = (
         token_logits(hidden, head, tokens, None, scaling)
         for hidden, head in ((policy_hidden, policy_head), (rollout_hidden, rollout_head))
     )
-    # A token outside the support still gives a good shift; one that a head has not gives none.
-    # Equal logits differ by exactly 0, also where the compiler contracts a / T - b / T into a fused multiply-add.
-    apart = owned & (policy_logit != rollout_logit)
-    shift = sum_over(axis, jnp.where(apart, policy_logit - rollout_logit, 0.0))
-    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
     if support is not None:
         legal = in_support(support, jnp.clip(tokens, 0, vocabulary - 1))
         policy_logit, rollout_logit = (jnp.where(legal, z, -jnp.inf) for z in (policy_logit, rollout_logit))
@@ -52,7 +46,7 @@ def vocab_divergence_swept(
     operands = (
         *(policy_hidden, policy_head.weight, policy_head.bias),
         *(rollout_hidden, rollout_head.weight, rollout_head.scale, rollout_head.bias),
-        *(support, tokens, policy_logit, rollout_logit, shift),
+        *(support, tokens, policy_logit, rollout_logit),
     )
     options: dict[str, Any] = {
         "temperature": scaling.temperature,
@@ -61,24 +55,19 @@ def vocab_divergence_swept(
         "blocks": (128, 128) if interpret else None,
     }
     part = divergence_statistics(*operands, **options)
-    if axis is not None and (policy_head.bias is not None or rollout_head.bias is not None):
-        # ``growth`` counts the policy's mass outside the rollout's support, but not in a shard without rollout mass.
-        alone = jnp.isneginf(part.rollout.top) & ~jnp.isneginf(part.policy.top)
-        part = part._replace(uncovered=alone.astype(jnp.float32))
     policy_gap = token_gap(policy_logit, part.policy, tokens, vocabulary)
     rollout_gap = token_gap(rollout_logit, part.rollout, tokens, vocabulary)
     whole, policy_logps, rollout_logps = merge_divergence(part, policy_gap, rollout_gap, axis)
-    difference = normaliser_difference(whole, shift)
-    undefined = jnp.isnan(difference)
+    difference, kl = normaliser_difference(whole)
     tv = None
     if with_tv:
         logsumexps = (whole.policy.logsumexp, whole.rollout.logsumexp)
-        tv = sum_over(axis, divergence_tv(*operands, difference, *logsumexps, **options))
-        tv = jnp.where(undefined, jnp.nan, jnp.clip(tv, 0.0, 1.0))
+        tv = sum_over(axis, divergence_tv(*operands, whole.shift, difference, *logsumexps, **options))
+        tv = jnp.where(jnp.isnan(difference), jnp.nan, jnp.clip(tv, 0.0, 1.0))
     return VocabDivergence(
         policy_logps=policy_logps,
         rollout_logps=rollout_logps,
-        token_kl=jnp.where(undefined, jnp.nan, jnp.maximum(difference - whole.mean_shift, 0.0)),
+        token_kl=kl,
         token_tv=tv,
         policy_entropy=whole.policy.entropy,
         rollout_entropy=whole.rollout.entropy,
