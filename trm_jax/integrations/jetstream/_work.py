@@ -1,0 +1,138 @@
+"""A request on its way through the driver, and the tokens of its samples until they are sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from trm_jax.integrations.jetstream._library import jetstream
+from trm_jax.serve import Columns, Completion, FinishReason, Prefix, SampleRequest
+
+__all__ = ["Failure", "Prefilled", "Sample", "Work"]
+
+_ACTIVE: Any = jetstream().orchestrator.ActiveRequest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What ends a request without its samples.
+
+    Attributes:
+      kind: "internal" (the request's own), "unavailable" (the server's: another try may succeed) or "cancelled".
+      message: for the client.
+    """
+
+    kind: str
+    message: str
+
+
+class Work(_ACTIVE):  # type: ignore[misc]
+    """A request in the driver.
+
+    Args:
+      request: checked against the engine's limits.
+      emit: takes each ``Completion`` and at most one ``Failure``; called from the driver's threads, must not block.
+    """
+
+    def __init__(self, request: SampleRequest, emit: Callable[[Completion | Failure], None]) -> None:
+        super().__init__(max_tokens=request.max_tokens, return_channel=None)
+        self.request = request
+        self.samples = [Sample(self, i, seed) for i, seed in enumerate(request.seeds)]
+        self._emit = emit
+        self._left = len(self.samples)
+        self._lock = threading.Lock()
+        self.ended = False
+        self.on_end: Callable[[Work], None] = lambda work: None
+
+    def send(self, completion: Completion) -> None:
+        """Passes on a piece; the last one of the last sample ends the work."""
+        with self._lock:
+            if self.ended:
+                return
+            self._left -= completion.finish != ""
+            self.ended = self._left == 0
+        self._emit(completion)
+        if self.ended:
+            self.on_end(self)
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the work, unless it has ended; its slots are freed when the driver next looks at them."""
+        with self._lock:
+            if self.ended:
+                return
+            self.ended = True
+        self._emit(failure)
+        self.on_end(self)
+
+
+class Prefilled(_ACTIVE):  # type: ignore[misc]
+    """Requests whose prompts have been run together.
+
+    Args:
+      works: one a row of ``prefix``.
+      prefix: their keys and values.
+      version: policy version that made them.
+    """
+
+    def __init__(self, works: list[Work], prefix: Prefix, version: int) -> None:
+        super().__init__(max_tokens=0, return_channel=None)
+        self.works, self.prefix, self.version = works, prefix, version
+
+
+class Sample:
+    """One sample of a request: where its tokens gather.
+
+    Args:
+      work: the request.
+      index: place among its samples.
+      seed: its own.
+    """
+
+    def __init__(self, work: Work, index: int, seed: int) -> None:
+        self.work, self.index, self.seed = work, index, seed
+        self._parts: list[tuple[Columns, int, int, Any, Any, Any]] = []
+        self._waiting = 0
+
+    def take(self, columns: Columns, slot: int, count: int, extras: tuple[Any, Any, Any]) -> None:
+        """Notes that a chunk holds ``count`` tokens of this sample."""
+        self._parts.append((columns, slot, count, *extras))
+        self._waiting += count
+
+    def due(self) -> bool:
+        """Whether enough tokens wait to be sent before the sample has ended."""
+        return 0 < self.work.request.stream_every <= self._waiting
+
+    def flush(self, finish: FinishReason, vocab_size: int) -> Completion:
+        """The waiting tokens, in one piece."""
+        parts, self._parts, self._waiting = self._parts, [], 0
+        request = self.work.request
+
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([getattr(columns, name)[slot, :n] for columns, slot, n, *_ in parts])
+
+        hidden = logsumexp = tokens = offsets = None
+        if request.hidden:
+            hidden = np.concatenate([states[slot, :n] for _, slot, n, states, _, _ in parts])
+            logsumexp = np.concatenate([lse[slot, :n] for _, slot, n, _, lse, _ in parts])
+        if request.sampling.cuts:
+            bits = np.concatenate([kept[slot, :n] for _, slot, n, _, _, kept in parts])
+            kept = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
+            tokens = np.nonzero(kept)[1].astype(np.int32)
+            offsets = np.concatenate([[0], np.cumsum(kept.sum(axis=1, dtype=np.int64))]).astype(np.int32)
+        versions = [np.full(n, columns.versions[slot], np.int32) for columns, slot, n, *_ in parts]
+        return Completion(
+            sample=self.index,
+            tokens=joined("tokens"),
+            logps=joined("logps"),
+            model_logps=joined("model_logps"),
+            versions=np.concatenate(versions),
+            finish=finish,
+            support_tokens=tokens,
+            support_offsets=offsets,
+            hidden=hidden,
+            logsumexp=logsumexp,
+        )
