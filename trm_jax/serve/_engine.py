@@ -1,11 +1,13 @@
-"""Slots with continuous batching as single operations: load, prefill, insert, generate. Who calls them when is not here.
+"""Slots with continuous batching as single operations: load, prefill, insert, generate. When is for others to say.
 
 ``trm_jax.integrations.jetstream`` puts JetStream's threads and queues around this; a plain loop would do as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,10 +24,19 @@ from trm_jax.serve._programs import Chunk, DecodeState, PolicyWeights, Prefix, S
 from trm_jax.serve._requests import Limits, SamplingOptions
 from trm_jax.serve._sampling import RowSampling
 
-__all__ = ["SlotEngine", "Start"]
+__all__ = ["SlotEngine", "Start", "describe_numerics"]
 
 Start = tuple[int, int, int, int, SamplingOptions]
 """Slot, row of the prefix, seed, limit, sampling."""
+
+
+def describe_numerics(numerics: RolloutNumerics) -> str:
+    """The options as JSON with sorted keys.
+
+    >>> describe_numerics(RolloutNumerics(weight_format="int8"))[:44]
+    '{"batch_invariant": false, "dtype": "float32'
+    """
+    return json.dumps(dataclasses.asdict(numerics), sort_keys=True)
 
 
 class SlotEngine:
@@ -80,6 +91,10 @@ class SlotEngine:
             samples=samples,
             hidden=self.record_hidden,
         )
+
+    def numerics_json(self) -> str:
+        """The arithmetic in words, for a client to compare with what it expects."""
+        return describe_numerics(self.numerics)
 
     def load(self, version: int, params: nnx.State[Any, Any]) -> PolicyWeights:
         """Copies the trainer's parameters of policy ``version`` in this engine's format.

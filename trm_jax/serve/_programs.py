@@ -20,7 +20,17 @@ from trm_jax.models import ComputeConfig, KVCache, QuantizedArray, Transformer, 
 from trm_jax.rollout import EngineConfig, EngineWeights
 from trm_jax.serve._sampling import RowSampling, sample_rows
 
-__all__ = ["Chunk", "Columns", "DecodeState", "PolicyWeights", "Prefix", "SlotRequests", "generate", "insert", "prefill"]
+__all__ = [
+    "Chunk",
+    "Columns",
+    "DecodeState",
+    "PolicyWeights",
+    "Prefix",
+    "SlotRequests",
+    "generate",
+    "insert",
+    "prefill",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +193,7 @@ def prefill(
 
 
 def insert(prefix: Prefix, state: DecodeState, slot: Array, row: Array, requests: SlotRequests) -> DecodeState:
-    """Starts prompt ``row[i]`` in ``slot[i]`` with ``requests[i]``; a slot past the end is dropped. Donates ``state``."""
+    """Starts prompt ``row[i]`` in ``slot[i]`` with ``requests[i]``; drops slots past the end. Donates ``state``."""
 
     def place(old: Array, new: Array) -> Array:
         return old.at[slot].set(new.astype(old.dtype), mode="drop")
@@ -251,9 +261,7 @@ def generate(
         *(version[:, None], after.alive[:, None]),
     ]
     data = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
-    return after, Chunk(
-        data=data, support=made["support"], hidden=made.get("hidden"), logsumexp=made.get("logsumexp")
-    )
+    return after, Chunk(data=data, support=made["support"], hidden=made.get("hidden"), logsumexp=made.get("logsumexp"))
 
 
 def _logits_at(hidden: Array, head: Array | QuantizedArray, token: Array, compute: ComputeConfig) -> Array:

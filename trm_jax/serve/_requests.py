@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from trm_jax.checks import in_range
 
-__all__ = ["Completion", "FinishReason", "Limits", "SampleRequest", "SamplingOptions"]
+__all__ = ["Completion", "FinishReason", "Limits", "SampleRequest", "SamplingOptions", "TextCodec"]
 
 FinishReason = Literal["", "stop", "length"]
 """Why a response ended: "stop" by an end token, "length" by its limit, "" when it goes on in a later piece."""
+
+
+class TextCodec(Protocol):
+    """Text to ids and back; every tokenizer of ``trm_jax.data`` is one."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Ids of ``text``."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +72,7 @@ class SampleRequest:
       sampling: the distribution.
       hidden: also return final hidden states and the log-sum-exp of the logits.
       stream_every: tokens between two pieces of a sample; 0 sends each sample whole.
+      version: policy version that the server must have when it takes the request; None takes any.
     """
 
     prompt: Sequence[int]
@@ -70,6 +81,7 @@ class SampleRequest:
     sampling: SamplingOptions = SamplingOptions()
     hidden: bool = False
     stream_every: int = 0
+    version: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

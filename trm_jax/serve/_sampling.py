@@ -76,8 +76,8 @@ def sample_rows(
 ) -> tuple[Int32[Array, " N"], Float[Array, " N"], UInt8[Array, "N V8"]]:
     """One token a row and its log-prob under the distribution that the row was drawn from.
 
-    The same draw as ``trm_jax.rollout.sample``: token ``t`` of a row comes from ``fold_in(key(seed), t)``. The sort that
-    a cut support needs runs only when some row has one.
+    The same draw as ``trm_jax.rollout.sample``: token ``t`` of a row comes from ``fold_in(key(seed), t)``. The sort
+    that a cut support needs runs only when some row has one.
 
     Args:
       logps: log-probs of the whole vocabulary at temperature 1, float32.

@@ -142,6 +142,11 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         """Policy version of the weights in use."""
         return self._version
 
+    @property
+    def queue_limit(self) -> int:
+        """Requests that may wait."""
+        return int(self._prefill_backlog.maxsize)
+
     def place(self, work: Work) -> None:
         """Queues a request that has been checked.
 
@@ -185,7 +190,9 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 late = deadline is not None and time.monotonic() > deadline
                 if late or not health.live:
                     self._update = None
-                    raise Unavailable(health.reason or f"the weights were not taken within {timeout} s; kept the old ones")
+                    raise Unavailable(
+                        health.reason or f"the weights were not taken within {timeout} s; kept the old ones"
+                    )
 
     def health(self) -> Health:
         """Whether all threads live and decode calls return."""
@@ -284,7 +291,9 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 self._report_failure("decoding", error, [sample.work for sample, _, _ in pending])
                 self._put_result(idx, ("failed", error))
                 if self._failures >= _MOST_FAILURES:
-                    self._dead = f"decoding failed {self._failures} times in a row, last: {type(error).__name__}: {error}"
+                    self._dead = (
+                        f"decoding failed {self._failures} times in a row, last: {type(error).__name__}: {error}"
+                    )
                     self._fail_all(Failure(kind="unavailable", message=self._dead))
 
     def _decode_until_stopped(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> None:
@@ -324,7 +333,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         return False
 
     def _fetch(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> bool:
-        """Takes prefilled requests; False when the thread shall end. Waits for a prefill under way while slots are free."""
+        """Takes prefilled requests, waiting for one under way while slots are free; False when the thread shall end."""
         slots, backlog = self._generate_slots[idx], self._generate_backlogs[idx]
         while len(pending) < slots.qsize():
             idle = slots.qsize() == self._engine.max_concurrent_decodes

@@ -49,7 +49,11 @@ class RolloutEngine(_ENGINE.Engine):  # type: ignore[misc]
     """
 
     def __init__(
-        self, slots: SlotEngine, *, tokenizer: Any = None, sampling: SamplingOptions = SamplingOptions()
+        self,
+        slots: SlotEngine,
+        *,
+        tokenizer: Any = None,
+        sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     ) -> None:
         self.slots = slots
         self._tokenizer, self._sampling = tokenizer, sampling
@@ -72,7 +76,11 @@ class RolloutEngine(_ENGINE.Engine):  # type: ignore[misc]
         """One chunk of every slot."""
         state, chunk = self.slots.generate(params.current, decode_state)
         bounds = Columns.bounds(self.slots.config.decode_chunk)
-        ranges = {"tokens_idx": (0, bounds[0]), "valid_idx": (bounds[0], bounds[1]), "length_idx": (bounds[1], bounds[2])}
+        ranges = {
+            "tokens_idx": (0, bounds[0]),
+            "valid_idx": (bounds[0], bounds[1]),
+            "length_idx": (bounds[1], bounds[2]),
+        }
         return state, RolloutTokens(data=chunk.data, **ranges, samples_per_slot=1, chunk=chunk)
 
     def load_params(self, *args: Any, **kwargs: Any) -> PolicyBox:

@@ -38,6 +38,9 @@ class Work(_ACTIVE):  # type: ignore[misc]
       emit: takes each ``Completion`` and at most one ``Failure``; called from the driver's threads, must not block.
     """
 
+    __hash__ = object.__hash__  # a dataclass that compares by value has none
+    __eq__ = object.__eq__
+
     def __init__(self, request: SampleRequest, emit: Callable[[Completion | Failure], None]) -> None:
         super().__init__(max_tokens=request.max_tokens, return_channel=None)
         self.request = request

@@ -17,14 +17,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from trm_jax.serve._requests import Completion, SampleRequest, SamplingOptions
 
 __all__ = [
+    "ORCHESTRATOR",
+    "SERVICE",
     "DecodeRequest",
     "DecodeResponse",
     "Empty",
     "HealthCheckResponse",
     "LoadRequest",
     "MetricsReply",
-    "ORCHESTRATOR",
-    "SERVICE",
     "StatusReply",
     "completion_of",
     "put_completion",
@@ -72,6 +72,8 @@ _JETSTREAM: dict[str, list[tuple[int, str, str, str]]] = {
         (6, "bool", "greedy", ""),
         (7, "bool", "hidden", ""),
         (8, "int32", "stream_every", ""),
+        (9, "bool", "checks_version", ""),
+        (10, "int32", "version", ""),
     ],
     "Record": [
         (1, "int32", "sample", ""),
@@ -172,6 +174,8 @@ def to_message(request: SampleRequest) -> Any:
             "greedy": sampling.greedy,
             "hidden": request.hidden,
             "stream_every": request.stream_every,
+            "checks_version": request.version is not None,
+            "version": request.version or 0,
         },
     )
 
@@ -201,6 +205,7 @@ def request_of(message: Any, prompt: list[int], default: SamplingOptions) -> Sam
         ),
         hidden=asked.hidden,
         stream_every=asked.stream_every,
+        version=asked.version if asked.checks_version else None,
     )
 
 
