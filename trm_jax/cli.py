@@ -115,7 +115,7 @@ class Serve:
     def run(self) -> int:
         from trm_jax.integrations.jetstream import RolloutServer, ServerOptions
         from trm_jax.rollout import EngineConfig
-        from trm_jax.serve import Access, SamplingOptions
+        from trm_jax.serve import Access, SamplingOptions, SlotEngine
         from trm_jax.train import load_config, open_experiment
 
         access = Access(
@@ -149,16 +149,19 @@ class Serve:
         with (
             open_experiment(config) as experiment,
             RolloutServer(
+                SlotEngine(
+                    experiment.model,
+                    sizes,
+                    numerics=rollout.numerics,
+                    eos_ids=experiment.tokenizer.eos_ids,
+                    record_hidden=rollout.record_hidden,
+                ),
                 experiment.model,
-                sizes,
-                numerics=rollout.numerics,
-                eos_ids=experiment.tokenizer.eos_ids,
                 sampling=SamplingOptions(temperature=rollout.temperature, top_p=rollout.top_p),
                 access=access,
                 options=options,
                 tokenizer=experiment.tokenizer,
                 weights=self.weights,
-                record_hidden=rollout.record_hidden,
             ) as server,
             _StopOnSignal("stopping; requests in flight are ended") as stop,
         ):

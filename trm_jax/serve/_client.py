@@ -101,7 +101,8 @@ class RolloutClient:
           ValueError: the server refused a request as malformed.
           ServingError: it failed, did not come back in time, or sent something incomplete.
         """
-        return self._run(self._generate_all(requests))
+        answers: list[list[Completion]] = self._run(self._generate_all(requests))
+        return answers
 
     def status(self) -> Any:
         """The server's ``StatusReply``."""

@@ -108,7 +108,8 @@ class SlotEngine:
 
     def empty_state(self) -> DecodeState:
         """All slots idle; committed to a device, as everything that the programs return is."""
-        return jax.tree.map(lambda x: jax.device_put(x, x.sharding), self._idle())
+        out: DecodeState = jax.tree.map(lambda x: jax.device_put(x, x.sharding), self._idle())
+        return out
 
     def _idle(self) -> DecodeState:
         count = self.config.slots
@@ -152,7 +153,8 @@ class SlotEngine:
         """Starts samples in slots; ``state`` is donated."""
         count = self.config.slots
         ints, floats = np.zeros((4, count), np.int32), np.zeros((3, count), np.float32)
-        seeds, greedy = np.zeros(count, np.uint32), np.zeros(count, bool)
+        seeds: Any = np.zeros(count, np.uint32)
+        greedy: Any = np.zeros(count, bool)
         ints[0], ints[2], floats[:2] = count, 1, 1.0  # entries past the starts point behind the last slot
         for i, (slot, row, seed, limit, sampling) in enumerate(starts):
             ints[:, i] = slot, row, limit, sampling.top_k
@@ -170,4 +172,5 @@ class SlotEngine:
 
     def compilations(self) -> int:
         """Programs compiled so far, of prefill, insert and generate."""
-        return sum(fn._cache_size() for fn in (self._prefill, self._insert, self._generate))
+        programs: list[Any] = [self._prefill, self._insert, self._generate]
+        return sum(program._cache_size() for program in programs)

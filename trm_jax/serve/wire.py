@@ -133,11 +133,11 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 
 
 _POOL = descriptor_pool.DescriptorPool()
-_POOL.Add(_file())  # type: ignore[no-untyped-call]
+_POOL.Add(_file())
 
 
 def _message(name: str) -> Any:
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"jetstream_proto.{name}"))  # type: ignore[no-untyped-call]
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"jetstream_proto.{name}"))
 
 
 DecodeRequest: Any = _message("DecodeRequest")

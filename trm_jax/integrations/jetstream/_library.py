@@ -63,7 +63,7 @@ def jetstream() -> JetStream:
         orchestrator = importlib.import_module("jetstream.core.orchestrator")
     if not hasattr(orchestrator, "delete_pytree") or not hasattr(orchestrator.Driver, "_transfer_thread"):
         raise ImportError("this google-jetstream is not 0.2.2, whose driver is known: install google-jetstream==0.2.2.")
-    orchestrator.delete_pytree = _delete_pytree
+    vars(orchestrator)["delete_pytree"] = _delete_pytree
     return JetStream(orchestrator, engine_api)
 
 

@@ -42,8 +42,8 @@ class _Collector:
         for name, (meaning, value) in gauges.items():
             yield GaugeMetricFamily(f"trm_jax_rollouts_{name}", meaning, value=float(value))
         for name, meaning in _MEANING.items():
-            value = float(getattr(self._driver.counters, name))
-            yield CounterMetricFamily(f"trm_jax_rollouts_{name}", meaning, value=value)
+            total = float(getattr(self._driver.counters, name))
+            yield CounterMetricFamily(f"trm_jax_rollouts_{name}", meaning, value=total)
 
 
 def make_registry(driver: RolloutDriver) -> prometheus_client.CollectorRegistry:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +18,6 @@ from trm_jax.integrations.jetstream._engine import RolloutEngine
 from trm_jax.integrations.jetstream._metrics import make_registry
 from trm_jax.integrations.jetstream._service import BearerToken, RolloutService
 from trm_jax.models import Transformer
-from trm_jax.rollout import EngineConfig, RolloutNumerics
 from trm_jax.serve import Access, SamplingOptions, SlotEngine, TextCodec, WeightDirectory
 
 __all__ = ["RolloutServer", "ServerOptions"]
@@ -65,40 +63,33 @@ class RolloutServer:
     """Serves one model. Use as a context manager.
 
     Args:
-      model: architecture, and the weights it starts with.
-      config: sizes.
-      numerics: the engine's arithmetic.
-      eos_ids: token ids that end a response.
+      engine: what decodes.
+      model: whose weights it starts with.
       sampling: of requests that do not say.
       access: where it listens and whom it answers.
       options: how much it takes on.
       tokenizer: for text requests; None serves ids only.
       weights: directory from which clients may have later versions loaded; None refuses them.
-      version: policy version of the model's own weights; -1 says that no trainer made them.
-      record_hidden: keep final hidden states for those who ask.
+      version: policy version of these weights; -1 says that no trainer made them.
 
     Raises:
-      ValueError: for options that do not fit the model.
-      OSError: when the port is taken.
+      OSError: on entry, when the port is taken.
     """
 
     def __init__(
         self,
+        engine: SlotEngine,
         model: Transformer,
-        config: EngineConfig,
         *,
-        numerics: RolloutNumerics,
-        eos_ids: Iterable[int],
         sampling: SamplingOptions,
         access: Access,
         options: ServerOptions,
         tokenizer: TextCodec | None = None,
         weights: Path | None = None,
         version: int = -1,
-        record_hidden: bool = True,
     ) -> None:
         self._access, self._options = access, options
-        self.engine = SlotEngine(model, config, numerics=numerics, eos_ids=eos_ids, record_hidden=record_hidden)
+        self.engine = engine
         params = nnx.state(model, nnx.Param)
         self._template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._weights = None if weights is None else WeightDirectory(weights)
