@@ -80,7 +80,7 @@ class Serve:
 
     The server speaks JetStream's protocol and our own, with complete records. It starts with the file's initial
     weights; a trainer with the same file gives it later ones through --weights. It listens on this machine alone unless
-    it has TLS and a token. Needs pip install 'trm-jax[serve]' and google-jetstream.
+    it has TLS and a token. Needs pip install 'trm-jax[jetstream]'.
     """
 
     config: Annotated[Path, tyro.conf.Positional]
@@ -113,9 +113,12 @@ class Serve:
     """The server gives up when a decode call takes longer."""
 
     def run(self) -> int:
-        from trm_jax.integrations.jetstream import RolloutServer, ServerOptions
+        try:
+            from trm_jax.integrations.jetstream import RolloutServer, ServerOptions
+            from trm_jax.serve import Access, SamplingOptions, SlotEngine
+        except ModuleNotFoundError as error:
+            raise ImportError(f"serving needs {error.name!r}: pip install 'trm-jax[jetstream]'") from error
         from trm_jax.rollout import EngineConfig
-        from trm_jax.serve import Access, SamplingOptions, SlotEngine
         from trm_jax.train import load_config, open_experiment
 
         access = Access(

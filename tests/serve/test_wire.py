@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jetstream.core.proto import jetstream_pb2 as theirs
 
 from trm_jax.serve import Completion, SampleRequest, SamplingOptions, wire
 
@@ -79,8 +80,6 @@ def test_a_request_arrives_as_it_was_sent_and_zero_takes_the_servers_default():
 
 
 def test_the_messages_are_a_superset_of_jetstreams():
-    theirs = pytest.importorskip("jetstream.core.proto.jetstream_pb2")
-
     def fields(descriptor):
         return {
             (f.name, f.number, f.type, f.is_repeated, f.message_type and f.message_type.full_name, oneof(f))

@@ -17,9 +17,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-pytest.importorskip("grpc")
-pytest.importorskip("jetstream")
-
 from trm_jax.integrations.jetstream import Failure, RolloutDriver, RolloutEngine, RolloutServer, ServerOptions, Work
 from trm_jax.models import Transformer, TransformerConfig
 from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig

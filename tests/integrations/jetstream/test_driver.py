@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("jetstream")
-
-from trm_jax.integrations.jetstream import Failure, QueueFull, Unavailable
+from trm_jax.integrations.jetstream import Failure, QueueFull, RolloutEngine, Unavailable
+from trm_jax.integrations.jetstream._library import jetstream
+from trm_jax.serve import SamplingOptions
 
 
 def same(completion, expected):
@@ -41,9 +41,7 @@ def test_samples_are_those_of_the_in_process_engine_to_the_bit_and_share_a_prefi
 
 
 def test_both_log_probs_and_the_support_are_recorded_apart(tools):
-    """Under temperature and top-p the two differ: model_logps is log softmax(logits), logps that of the set drawn from."""
-    from trm_jax.serve import SamplingOptions
-
+    """Under temperature and top-p they differ: model_logps is log softmax(logits), logps that of the set drawn from."""
     with tools.running() as (driver, engine):
         engine.open = True
         piece = tools.ask(driver, 5, sampling=SamplingOptions(temperature=1.7, top_p=0.6), hidden=True).result()
@@ -88,9 +86,13 @@ def test_a_full_queue_refuses_and_what_was_accepted_is_answered_once(tools):
     expected = tools.expected(0, 1)
     with tools.running(queue_limit=3) as (driver, engine):
         accepted = {}
-        with pytest.raises(QueueFull, match="3 requests wait"):
+
+        def fill():
             for seed in range(40):
                 accepted[seed] = tools.ask(driver, seed)
+
+        with pytest.raises(QueueFull, match="3 requests wait"):
+            fill()
         assert 3 <= len(accepted) < 40
         engine.open = True
         for seed, asked in accepted.items():
@@ -237,9 +239,6 @@ def test_log_probs_that_are_not_numbers_end_the_request_and_good_weights_mend_it
 
 def test_the_engine_keeps_to_jetstreams_interface(tools):
     """What its own driver and ``process_result_tokens`` do with an engine, by hand."""
-    from trm_jax.integrations.jetstream import RolloutEngine
-    from trm_jax.integrations.jetstream._library import jetstream
-
     assert issubclass(RolloutEngine, jetstream().engine_api.Engine)
     assert not RolloutEngine.__abstractmethods__
     engine = RolloutEngine(tools.slot_engine())
