@@ -51,7 +51,7 @@ def test_half_an_identity_and_a_poor_token_are_refused(files, tmp_path):
 
 
 def test_a_client_sends_no_token_unencrypted_over_a_network():
-    with pytest.raises(ValueError, match="unencrypted"):
+    with pytest.raises(ValueError, match="in the clear"):
         Connection(target="rollouts.example:80", token=TOKEN)
     Connection(target="127.0.0.1:80", token=TOKEN)
     with pytest.raises(ValueError, match="concurrency"):

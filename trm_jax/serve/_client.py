@@ -106,7 +106,7 @@ class RolloutClient:
 
     def status(self) -> Any:
         """The server's ``StatusReply``."""
-        return self._run(self._patiently(lambda: self._status(wire.Empty(), metadata=self._metadata)))
+        return self._run(self._patiently(lambda _: self._status(wire.Empty(), metadata=self._metadata)))
 
     def load(self, version: int, *, finish_first: bool = False) -> Any:
         """Has the server take a version from its weight directory; its ``StatusReply`` after that.
@@ -115,11 +115,11 @@ class RolloutClient:
           ServingError: it was refused; the server keeps the weights that it has.
         """
         request = wire.LoadRequest(version=version, finish_first=finish_first)
-        return self._run(self._patiently(lambda: self._load(request, metadata=self._metadata)))
+        return self._run(self._patiently(lambda _: self._load(request, metadata=self._metadata)))
 
     def metrics(self) -> str:
         """The server's metrics in Prometheus' text format."""
-        text: str = self._run(self._patiently(lambda: self._metrics(wire.Empty(), metadata=self._metadata))).text
+        text: str = self._run(self._patiently(lambda _: self._metrics(wire.Empty(), metadata=self._metadata))).text
         return text
 
     def _run(self, coroutine: Any) -> Any:
@@ -154,7 +154,7 @@ class RolloutClient:
     async def _generate_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
         async def one(request: SampleRequest) -> list[Completion]:
             async with self._slots:
-                return await self._patiently(lambda: self._samples(request), notify=True)
+                return await self._patiently(lambda accepted: self._samples(request, accepted), notify=True)
 
         tasks = [asyncio.ensure_future(one(request)) for request in requests]
         try:
@@ -163,9 +163,12 @@ class RolloutClient:
             for task in tasks:
                 task.cancel()
 
-    async def _samples(self, request: SampleRequest) -> list[Completion]:
+    async def _samples(self, request: SampleRequest, accepted: asyncio.Event) -> list[Completion]:
         pieces: dict[int, list[Completion]] = {i: [] for i in range(len(request.seeds))}
-        async for reply in self._generate(wire.to_message(request), metadata=self._metadata):
+        call = self._generate(wire.to_message(request), metadata=self._metadata)
+        await call.initial_metadata()
+        accepted.set()
+        async for reply in call:
             for sample in reply.stream_content.samples:
                 piece = wire.completion_of(sample)
                 if piece.sample not in pieces or (pieces[piece.sample] and pieces[piece.sample][-1].finish):
@@ -176,16 +179,19 @@ class RolloutClient:
             raise ServingError(f"the server ended without finishing samples {missing}.")
         return [_joined(parts) for parts in pieces.values()]
 
-    async def _patiently(self, call: Callable[[], Awaitable[_T]], *, notify: bool = False) -> _T:
+    async def _patiently(self, call: Callable[[asyncio.Event], Awaitable[_T]], *, notify: bool = False) -> _T:
+        """Calls until it is answered, or was refused for ``patience`` seconds since it was last accepted."""
         began, wait = time.monotonic(), 0.02
         while True:
-            failed_at = time.monotonic()
+            asked_at, accepted = time.monotonic(), asyncio.Event()
             try:
-                return await call()
+                return await call(accepted)
             except grpc.aio.AioRpcError as error:
                 code, text = error.code(), error.details() or ""
                 if code == _Code.INVALID_ARGUMENT:
                     raise ValueError(f"the server at {self.connection.target} refused: {text}") from error
+                if accepted.is_set():
+                    began, wait = time.monotonic(), 0.02
                 late = time.monotonic() - began > self.connection.patience
                 if code not in _AGAIN or late:
                     raise ServingError(
@@ -194,14 +200,14 @@ class RolloutClient:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, 1.0)
                 if notify and code in _AWAY:
-                    await self._came_back(failed_at)
+                    await self._came_back(asked_at)
 
-    async def _came_back(self, failed_at: float) -> None:
+    async def _came_back(self, asked_at: float) -> None:
         """Lets one of the requests that failed together call ``on_return``."""
         if self._on_return is None:
             return
         async with self._returning:
-            if self._returned < failed_at:
+            if self._returned < asked_at:
                 await asyncio.to_thread(self._on_return)
                 self._returned = time.monotonic()
 

@@ -92,7 +92,7 @@ def prompts(rows: int) -> PromptBatch:
 
 @pytest.mark.slow
 def test_a_server_killed_in_a_batch_costs_no_sample_and_doubles_none(file, tmp_path, tools):
-    """Killed by SIGKILL while it samples, started again with its first weights: the batch ends as if nothing happened."""
+    """Killed by SIGKILL while it samples, started again with its first weights: the batch ends as if nothing was."""
     port, batch = free_port(), prompts(64)
     options = ("--port", str(port), "--weights", str(tmp_path / "weights"))
     with open_experiment(load_config(file).arms[0].train) as experiment:

@@ -113,7 +113,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         self._stall_seconds = stall_seconds
         self._dead = ""
         self._update: _Update | None = None
-        self._update_lock = threading.Lock()
+        self._update_lock, self._swap_lock = threading.Lock(), threading.Lock()
         self._outstanding: set[Work] = set()
         self._outstanding_lock = threading.Lock()
         self._in_prefill = 0
@@ -189,10 +189,11 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 health = self.health()
                 late = deadline is not None and time.monotonic() > deadline
                 if late or not health.live:
-                    self._update = None
-                    raise Unavailable(
-                        health.reason or f"the weights were not taken within {timeout} s; kept the old ones"
-                    )
+                    with self._swap_lock:
+                        if update.done.is_set():
+                            return
+                        self._update = None
+                    raise Unavailable(health.reason or f"weights not taken within {timeout} s; the old ones stay")
 
     def health(self) -> Health:
         """Whether all threads live and decode calls return."""
@@ -267,10 +268,10 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 return
 
     def _run_prompts(self, works: list[Work]) -> Prefilled:
-        policy, version = self._box.current, self._version
+        policy = self._box.current
         prefix: Prefix = self._engine.slots.prefill(policy, [work.request.prompt for work in works])
         self.counters.prefills += 1
-        return Prefilled(works, prefix, version)
+        return Prefilled(works, prefix, policy)
 
     def _report_failure(self, what: str, error: BaseException, works: list[Work]) -> None:
         self.counters.restarts += 1
@@ -290,11 +291,17 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 self._failures += 1
                 self._report_failure("decoding", error, [sample.work for sample, _, _ in pending])
                 self._put_result(idx, ("failed", error))
+                self._await_free_slots(idx)
                 if self._failures >= _MOST_FAILURES:
                     self._dead = (
                         f"decoding failed {self._failures} times in a row, last: {type(error).__name__}: {error}"
                     )
                     self._fail_all(Failure(kind="unavailable", message=self._dead))
+
+    def _await_free_slots(self, idx: int) -> None:
+        """Waits until what decoded has been given up, so that nothing decodes for nobody."""
+        while self.live and self._generate_slots[idx].qsize() < self._engine.max_concurrent_decodes:
+            time.sleep(0.001)
 
     def _decode_until_stopped(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> None:
         slots = self._generate_slots[idx]
@@ -326,10 +333,14 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             return False
         if update.finish_first and not idle:
             return True
-        self._box.current, self._version = update.policy, int(update.policy.version)
-        self._update = None
+        version = int(update.policy.version)
+        with self._swap_lock:
+            if self._update is not update:  # withdrawn in this moment
+                return False
+            self._box.current, self._version = update.policy, version
+            self._update = None
+            update.done.set()
         self.counters.updates += 1
-        update.done.set()
         return False
 
     def _fetch(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> bool:
@@ -338,9 +349,8 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         while len(pending) < slots.qsize():
             idle = slots.qsize() == self._engine.max_concurrent_decodes
             coming = self._in_prefill or not self._prefill_backlog.empty() or not self._transfer_backlogs[idx].empty()
-            wait = not pending if idle else bool(coming)
             try:
-                prefilled = backlog.get(block=wait or bool(coming), timeout=0.05)
+                prefilled = backlog.get(block=bool(coming) or (idle and not pending), timeout=0.05)
             except queue.Empty:
                 if self._update is not None or not (coming and self.live):
                     return True
@@ -357,6 +367,9 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         started: list[tuple[int, Sample]] = []
         while pending and not draining:
             group = pending[0][2]
+            if group.policy is not self._box.current:  # a sample never starts from keys and values of older weights
+                again = self._run_prompts(group.works)
+                group.prefix, group.policy = again.prefix, again.policy
             taken: list[tuple[int, int, Sample]] = []
             try:
                 while pending and pending[0][2] is group:
@@ -370,9 +383,6 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 draining = True  # no slot is left
             if not taken:
                 continue
-            if group.version != self._version:  # a sample never starts from keys and values of older weights
-                again = self._run_prompts(group.works)
-                group.prefix, group.version = again.prefix, again.version
             started += [(slot, sample) for slot, _, sample in taken]
             starts = [
                 (slot, row, sample.seed, sample.work.request.max_tokens, sample.work.request.sampling)

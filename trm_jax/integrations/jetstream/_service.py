@@ -113,9 +113,8 @@ class RolloutService:
             await context.abort(_Code.RESOURCE_EXHAUSTED, str(error))
         except Unavailable as error:
             await context.abort(_Code.UNAVAILABLE, str(error))
-        text = (
-            _TextStream(self._tokenizer, self._engine.eos_ids) if stock and message.HasField("text_content") else None
-        )
+        await context.send_initial_metadata(())  # accepted: a client tells waiting from being served by it
+        text = _TextStream(self._tokenizer) if stock and message.HasField("text_content") else None
         left = len(request.seeds)
         try:
             while left:
@@ -207,7 +206,7 @@ class RolloutService:
 class _TextStream:
     """Text of a growing response, without half a character: a byte-level token may hold a part of one."""
 
-    def __init__(self, tokenizer: TextCodec | None, eos: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: TextCodec | None) -> None:
         assert tokenizer is not None
         self._tokenizer, self._ids, self._sent = tokenizer, list[int](), 0
 

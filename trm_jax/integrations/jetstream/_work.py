@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trm_jax.integrations.jetstream._library import jetstream
-from trm_jax.serve import Columns, Completion, FinishReason, Prefix, SampleRequest
+from trm_jax.serve import Columns, Completion, FinishReason, PolicyWeights, Prefix, SampleRequest
 
 __all__ = ["Failure", "Prefilled", "Sample", "Work"]
 
@@ -78,12 +78,12 @@ class Prefilled(_ACTIVE):  # type: ignore[misc]
     Args:
       works: one a row of ``prefix``.
       prefix: their keys and values.
-      version: policy version that made them.
+      policy: weights that made them.
     """
 
-    def __init__(self, works: list[Work], prefix: Prefix, version: int) -> None:
+    def __init__(self, works: list[Work], prefix: Prefix, policy: PolicyWeights) -> None:
         super().__init__(max_tokens=0, return_channel=None)
-        self.works, self.prefix, self.version = works, prefix, version
+        self.works, self.prefix, self.policy = works, prefix, policy
 
 
 class Sample:
@@ -97,12 +97,24 @@ class Sample:
 
     def __init__(self, work: Work, index: int, seed: int) -> None:
         self.work, self.index, self.seed = work, index, seed
-        self._parts: list[tuple[Columns, int, int, Any, Any, Any]] = []
+        self._parts: list[tuple[Columns, int, int]] = []
+        self._extras: list[tuple[Any, Any, Any]] = []
         self._waiting = 0
 
     def take(self, columns: Columns, slot: int, count: int, extras: tuple[Any, Any, Any]) -> None:
-        """Notes that a chunk holds ``count`` tokens of this sample."""
-        self._parts.append((columns, slot, count, *extras))
+        """Notes that a chunk holds ``count`` tokens of this sample.
+
+        Args:
+          columns: the chunk; kept, it is small and every slot's.
+          slot: the sample's.
+          count: its tokens there, at the front.
+          extras: hidden states, log-sum-exp and support bits of all slots, or None each; the sample's part is copied.
+        """
+        request = self.work.request
+        wanted = (request.hidden, request.hidden, request.sampling.cuts)
+        parts = [array[slot, :count].copy() if want else None for array, want in zip(extras, wanted, strict=True)]
+        self._parts.append((columns, slot, count))
+        self._extras.append((parts[0], parts[1], parts[2]))
         self._waiting += count
 
     def due(self) -> bool:
@@ -111,22 +123,23 @@ class Sample:
 
     def flush(self, finish: FinishReason, vocab_size: int) -> Completion:
         """The waiting tokens, in one piece."""
-        parts, self._parts, self._waiting = self._parts, [], 0
+        parts, extras = self._parts, self._extras
+        self._parts, self._extras, self._waiting = [], [], 0
         request = self.work.request
 
         def joined(name: str) -> np.ndarray:
-            return np.concatenate([getattr(columns, name)[slot, :n] for columns, slot, n, *_ in parts])
+            return np.concatenate([getattr(columns, name)[slot, :n] for columns, slot, n in parts])
 
         hidden = logsumexp = tokens = offsets = None
         if request.hidden:
-            hidden = np.concatenate([states[slot, :n] for _, slot, n, states, _, _ in parts])
-            logsumexp = np.concatenate([lse[slot, :n] for _, slot, n, _, lse, _ in parts])
+            hidden = np.concatenate([states for states, _, _ in extras])
+            logsumexp = np.concatenate([lse for _, lse, _ in extras])
         if request.sampling.cuts:
-            bits = np.concatenate([kept[slot, :n] for _, slot, n, _, _, kept in parts])
+            bits = np.concatenate([bits for _, _, bits in extras])
             kept = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
             tokens = np.nonzero(kept)[1].astype(np.int32)
             offsets = np.concatenate([[0], np.cumsum(kept.sum(axis=1, dtype=np.int64))]).astype(np.int32)
-        versions = [np.full(n, columns.versions[slot], np.int32) for columns, slot, n, *_ in parts]
+        versions = [np.full(n, columns.versions[slot], np.int32) for columns, slot, n in parts]
         return Completion(
             sample=self.index,
             tokens=joined("tokens"),
