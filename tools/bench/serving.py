@@ -3,10 +3,10 @@
     python tools/bench/serving.py --out serving.json
 
 All in one run, taking turns, on the same prompts: ``--requests`` prompts of ``--prompt`` tokens, each answered with
-exactly ``--response`` tokens (there is no end token), ``--slots`` at a time. "plain" is prefill and one ``while_loop`` that
-samples and keeps tokens and log-probs, nothing else. "in process" is ``SlotEngine`` driven by a loop that waits for every
-chunk. "served" is the server in a process of its own and a client in this one with ``--concurrency`` calls in flight,
-whole completions. Compilation is not counted. CPU seconds of both processes stand beside wall seconds.
+exactly ``--response`` tokens (there is no end token), ``--slots`` at a time. "plain" is prefill and one ``while_loop``
+that samples and keeps tokens and log-probs, nothing else. "in process" is ``SlotEngine`` in a loop that waits for
+every chunk. "served" is the server in a process of its own and a client in this one with ``--concurrency`` calls in
+flight, whole completions. Compilation is not counted. CPU seconds of both processes stand beside wall seconds.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from flax import nnx
 
 from trm_jax import cli
 from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig
-from trm_jax.serve import Connection, RemoteEngine, RolloutClient
+from trm_jax.serve import Connection, RemoteEngine, RolloutClient, SampleRequest
 from trm_jax.train import load_config, open_experiment
 from trm_jax.types import PromptBatch
 
@@ -188,3 +188,40 @@ def test_a_wrong_command_is_refused_in_one_line_before_anything_starts(file, cap
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_of_mixed_length_lose_nothing_and_leave_no_memory_behind(file):
+    process, target = start(file, "rollout.slots=64", "rollout.prefill_rows=32", "rollout.decode_chunk=8")
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 49, 10_000)
+
+    def resident() -> int:
+        listed = subprocess.run(
+            ["ps", "-o", "rss=", "-p", str(process.pid)], capture_output=True, text=True, check=True
+        )
+        return int(listed.stdout)
+
+    try:
+        with RolloutClient(Connection(target=target, concurrency=128, patience=300)) as client:
+            sizes, tokens = [], 0
+            for i in range(0, 10_000, 2000):
+                batch = lengths[i : i + 2000]
+                answers = client.generate(
+                    [
+                        SampleRequest(prompt=rng.integers(0, 10, 1 + n % 4).tolist(), seeds=[n], max_tokens=int(n))
+                        for n in batch
+                    ]
+                )
+                for n, (done,) in zip(batch, answers, strict=True):
+                    assert done.tokens.size == n if done.finish == "length" else done.tokens.size <= n
+                    assert np.isfinite(done.logps).all()
+                    tokens += done.tokens.size
+                sizes.append(resident())
+            assert "finished_total 10000.0" in client.metrics()
+            assert f"tokens_total {float(tokens)}" in client.metrics()
+            status = client.status()
+            assert (status.live, status.restarts, status.queue_depth) == (True, 0, 0)
+        assert sizes[-1] < 1.05 * sizes[0], f"resident kB after every 2,000 requests: {sizes}"
+    finally:
+        end(process)
