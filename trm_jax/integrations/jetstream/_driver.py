@@ -318,7 +318,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             state, started = self._start(state, pending, slots, draining=draining)
             if started:
                 self._put_result(idx, ("started", started))
-            elif idle:
+            elif slots.qsize() == self._engine.max_concurrent_decodes:
                 self._progress = time.monotonic()
                 continue
             state, result = self._engine.generate(self._box, state)
