@@ -61,24 +61,21 @@ def test_both_log_probs_and_the_support_are_recorded_apart(tools):
 
 
 def test_a_client_that_leaves_gives_its_slots_back_at_the_next_chunk(tools):
-    expected, long = tools.expected(0, 1), tools.long_seeds(5)
+    seeds = tools.long_seeds(4)
     with tools.running() as (driver, engine):
-        first = [tools.ask(driver, seed) for seed in long[:4]]
+        asked = tools.ask(driver, *seeds)
         tools.until(lambda: driver.health().slots_busy == 4)
-        waiting = tools.ask(driver, long[4])
         engine.allow(1)
         tools.until(lambda: driver.counters.chunks == 1)
-        for asked in first[:3]:
-            driver.cancel(asked.work)
-            assert asked.result().kind == "cancelled"
+        driver.cancel(asked.work)
+        assert asked.result().kind == "cancelled"
         engine.allow(1)
-        tools.until(lambda: driver.health().slots_busy <= 2)  # the first request, and what waited if it was quick
-        assert first[3].pieces.empty()
-        engine.open = True
-        same(first[3].result(), expected[long[3]])
-        same(waiting.result(), expected[long[4]])
-        assert driver.counters.cancelled == 3
         tools.until(lambda: driver.health().slots_busy == 0)
+        assert driver.counters.chunks == 2  # of the three that the samples would have taken
+        engine.open = True
+        same(tools.ask(driver, seeds[0]).result(), tools.expected(0, 1)[seeds[0]])
+        assert asked.pieces.empty()
+        assert (driver.counters.cancelled, driver.counters.finished) == (1, 1)
 
 
 def test_a_full_queue_refuses_and_what_was_accepted_is_answered_once(tools):
@@ -104,37 +101,37 @@ def test_a_full_queue_refuses_and_what_was_accepted_is_answered_once(tools):
 
 def test_sequences_go_on_under_new_weights_and_every_token_says_which(tools):
     long = tools.long_seeds(6)
-    compiled = tools.slot_engine().compilations()
     with tools.running() as (driver, engine):
-        first = [tools.ask(driver, seed) for seed in long[:4]]
+        asked = tools.ask(driver, *long[:4])
         tools.until(lambda: driver.health().slots_busy == 4)
         waiting = tools.ask(driver, long[4])  # its prompt may have been run under the old weights by now
         engine.allow(1)
         tools.until(lambda: driver.counters.chunks == 1)
+        compiled = tools.slot_engine().compilations()
         swap = threading.Thread(target=driver.update, args=(tools.slot_engine().load(2, tools.params(1)),))
         swap.start()
-        engine.allow(1)  # one chunk was already being waited for when the weights came
+        engine.allow(1)  # a call may have begun to wait before the weights came
         swap.join()
         assert driver.version == 2
         engine.open = True
-        for seed, asked in zip(long, first, strict=False):
+        for _ in range(4):
             done = asked.result()
             old = int((done.versions == 1).sum())
             assert old in (2, 4)  # whole chunks of two tokens
-            assert done.versions.tolist() == sorted(done.versions.tolist())
-            assert set(done.versions[old:].tolist()) <= {2}
-            np.testing.assert_array_equal(done.tokens[:old], tools.expected(0, 1)[seed]["tokens"][:old])
+            assert done.versions.tolist() == [1] * old + [2] * (done.tokens.size - old)
+            expected = tools.expected(0, 1)[long[done.sample]]
+            np.testing.assert_array_equal(done.tokens[:old], expected["tokens"][:old])
+            np.testing.assert_array_equal(done.logps[:old], expected["logps"][:old])
         # What had not started is as if it had come after: the prompt too is run by the new weights.
         same(waiting.result(), tools.expected(1, 2)[long[4]])
         same(tools.ask(driver, long[5]).result(), tools.expected(1, 2)[long[5]])
-    if compiled:
         assert tools.slot_engine().compilations() == compiled
 
 
 def test_sequences_can_finish_first(tools):
     long = tools.long_seeds(5)
     with tools.running() as (driver, engine):
-        first = [tools.ask(driver, seed) for seed in long[:4]]
+        asked = tools.ask(driver, *long[:4])
         tools.until(lambda: driver.health().slots_busy == 4)
         policy = tools.slot_engine().load(2, tools.params(1))
         swap = threading.Thread(target=driver.update, args=(policy,), kwargs={"finish_first": True})
@@ -145,8 +142,9 @@ def test_sequences_can_finish_first(tools):
         assert driver.version == 1
         engine.open = True
         swap.join()
-        for seed, asked in zip(long, first, strict=False):
-            same(asked.result(), tools.expected(0, 1)[seed])
+        for _ in range(4):
+            done = asked.result()
+            same(done, tools.expected(0, 1)[long[done.sample]])
         same(waiting.result(), tools.expected(1, 2)[long[4]])
 
 
@@ -214,6 +212,7 @@ def test_a_call_that_does_not_return_is_reported_and_ends_the_requests(tools):
         assert asked.result().kind == "unavailable"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's death is the case
 def test_a_thread_that_dies_is_noticed_and_nobody_waits_for_it(tools):
     with tools.running() as (driver, engine):
         engine.open = True
