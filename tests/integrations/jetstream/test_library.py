@@ -39,5 +39,5 @@ def test_what_is_missing_is_said():
 
 def test_another_version_is_refused(monkeypatch):
     monkeypatch.delattr(jetstream().orchestrator, "delete_pytree")
-    with pytest.raises(ImportError, match="install google-jetstream==0.2.2"):
+    with pytest.raises(ImportError, match=r"install google-jetstream==0\.2\.2"):
         jetstream.__wrapped__()
