@@ -132,7 +132,11 @@ class RolloutClient:
 
     async def _open(self) -> None:
         connection = self.connection
-        options = [("grpc.max_receive_message_length", connection.max_reply_mb * 2**20)]
+        options = [
+            ("grpc.max_receive_message_length", connection.max_reply_mb * 2**20),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.max_reconnect_backoff_ms", 2000),  # the default lets a server that is back wait for two minutes
+        ]
         if connection.certificate is None:
             self._channel = grpc.aio.insecure_channel(connection.target, options=options)
         else:

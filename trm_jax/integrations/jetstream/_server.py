@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 import threading
 from pathlib import Path
 from typing import Any, Self
@@ -196,6 +197,7 @@ class RolloutServer:
             maximum_concurrent_rpcs=2 * self._options.queue_limit + 2 * self.engine.config.slots + 64,
         )
         self._server.add_generic_rpc_handlers(service.handlers())
+        _check_free(self._access)
         try:
             if self._access.certificate is not None and self._access.key is not None:
                 identity = (self._access.key.read_bytes(), self._access.certificate.read_bytes())
@@ -204,10 +206,7 @@ class RolloutServer:
             else:
                 self._port = self._server.add_insecure_port(self._access.address)
         except RuntimeError as error:
-            raise OSError(
-                f"cannot listen on {self._access.address}: the port is taken or the address is not this machine's. "
-                "Choose another port, or 0 for a free one."
-            ) from error
+            raise OSError(_cannot_listen(self._access)) from error
         await self._server.start()
 
     def _watch(self) -> None:
@@ -216,3 +215,20 @@ class RolloutServer:
             if not health.live:
                 self.failure = health.reason
                 self._stopping.set()
+
+
+def _check_free(access: Access) -> None:
+    """Finds a taken port before gRPC does, which would also print about it."""
+    with socket.socket(socket.AF_INET6 if ":" in access.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((access.host, access.port))
+        except OSError as error:
+            raise OSError(_cannot_listen(access)) from error
+
+
+def _cannot_listen(access: Access) -> str:
+    return (
+        f"cannot listen on {access.address}: the port is taken or the address is not this machine's. "
+        "Choose another port, or 0 for a free one."
+    )
