@@ -44,7 +44,7 @@ class Unavailable(RuntimeError):
 
 @dataclasses.dataclass
 class Counters:
-    """Totals since the start; read without a lock, written by one thread each.
+    """Totals since the start; read without a lock.
 
     Attributes:
       tokens: sampled for requests.
@@ -234,10 +234,10 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             self._fail(work, failure)
 
     def _fail(self, work: Work, failure: Failure) -> None:
-        if not work.ended:
-            self.counters.failed += failure.kind != "cancelled"
-            self.counters.cancelled += failure.kind == "cancelled"
-            work.fail(failure)
+        if work.fail(failure):
+            with self._outstanding_lock:  # any thread may end a request
+                self.counters.failed += failure.kind != "cancelled"
+                self.counters.cancelled += failure.kind == "cancelled"
 
     def cancel(self, work: Work) -> None:
         """Ends a request whose client is gone."""

@@ -62,14 +62,15 @@ class Work(_ACTIVE):  # type: ignore[misc]
         if self.ended:
             self.on_end(self)
 
-    def fail(self, failure: Failure) -> None:
-        """Ends the work, unless it has ended; its slots are freed when the driver next looks at them."""
+    def fail(self, failure: Failure) -> bool:
+        """Ends the work, unless it has ended; whether it did. Its slots are freed when the driver next looks at them."""
         with self._lock:
             if self.ended:
-                return
+                return False
             self.ended = True
         self._emit(failure)
         self.on_end(self)
+        return True
 
 
 class Prefilled(_ACTIVE):  # type: ignore[misc]
