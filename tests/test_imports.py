@@ -63,9 +63,16 @@ TABLE: dict[str, Room] = {
         *("data", "report", "evaluation"),
         third=ARRAYS | {"cattrs", "flax", "optax", "orbax", "rich", "tyro"},
     ),
+    # The weight directory is the trainer's checkpoint; the room of checkpoints would do.
+    "serve": _room(*LEAVES, "models", "rollout", "train", third=ARRAYS | {"flax", "google", "grpc"}),
+    "integrations": _room(third=frozenset()),
+    "integrations.jetstream": _room(
+        *("models", "rollout", "serve"),
+        third=ARRAYS | {"flax", "grpc", "jetstream", "prometheus_client"},
+    ),
     "cli": _room(
         *("", *LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("data", "report", "evaluation", "train"),
+        *("data", "report", "evaluation", "train", "serve", "integrations.jetstream"),
         third={"rich", "tyro"},
     ),
     "__main__": _room("cli", third=frozenset()),

@@ -4,7 +4,8 @@
     python3 tools/lock.py --upgrade    # the newest of everything
 
 Needs ``uv`` (``pip install uv``). ``all`` is the core, the ``[all]`` extra and the build tools; ``dev`` adds the
-test and lint tools with the same pins for the rest. The resolution forks by Python where a package does, as jax.
+test and lint tools and JetStream with the same pins for the rest, but not what JetStream asks for without our needing
+it (``requirements/overrides.txt``). The resolution forks by Python where a package does, as jax.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ FLAGS = (
     *("--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--quiet"),
     *("--custom-compile-command", "python3 tools/lock.py"),  # no paths of this machine in the header
 )
-SETS = {"all": ("--extra", "all"), "dev": ("--extra", "all", "--extra", "dev", "--constraint", "requirements/all.txt")}
+SETS = {
+    "all": ("--extra", "all"),
+    "dev": (
+        *("--extra", "all", "--extra", "dev", "--extra", "jetstream"),
+        *("--constraint", "requirements/all.txt", "--override", "requirements/overrides.txt"),
+    ),
+}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The command ``trm-jax``: train, eval, report, fetch, tasks, options."""
+"""The command ``trm-jax``: train, eval, serve, report, fetch, tasks, options."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Train:
             return 0
         failure = None
         try:
-            with _StopOnSignal() as stop:
+            with _StopOnSignal("stopping after this step; a checkpoint will be written") as stop:
                 report = run_experiment(config, resume=self.resume, should_stop=stop)
         except Interrupted as interruption:
             print(interruption, file=sys.stderr)
@@ -161,6 +161,108 @@ class Eval:
 
 
 @dataclasses.dataclass(frozen=True)
+class Serve:
+    """Serve rollouts of the policy that a configuration file describes, over gRPC.
+
+    The server speaks JetStream's protocol and our own, with complete records. It starts with the file's initial
+    weights; a trainer with the same file gives it later ones through --weights. It listens on this machine alone unless
+    it has TLS and a token. Needs pip install 'trm-jax[jetstream]'.
+    """
+
+    config: Annotated[Path, tyro.conf.Positional]
+    """TOML file, the one that the trainer has."""
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """section.key=value, values as TOML writes them."""
+    arm: str = ""
+    """The arm whose numerics are served; may be left out when the file has one."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """0 takes a free port, which is printed."""
+    weights: Path | None = None
+    """Directory from which the trainer may have weights loaded; without it the server keeps its own."""
+    certificate: Path | None = None
+    """PEM file of the TLS certificate chain."""
+    key: Path | None = None
+    """PEM file of its private key."""
+    token_file: Path | None = None
+    """File with the bearer token that clients must send."""
+    insecure: bool = False
+    """Listen on an address that others can reach without TLS or token."""
+    queue_limit: int = 1024
+    """Requests that may wait before clients are told to come again."""
+    max_samples: int = 256
+    """Most samples of one prompt in a request."""
+    metrics_port: int | None = None
+    """Port of a Prometheus endpoint on loopback."""
+    stall_seconds: float = 300.0
+    """The server gives up when a decode call takes longer."""
+
+    def run(self) -> int:
+        try:
+            from trm_jax.integrations.jetstream import RolloutServer, ServerOptions
+            from trm_jax.serve import Access, SamplingOptions, SlotEngine
+        except ModuleNotFoundError as error:
+            raise ImportError(f"serving needs {error.name!r}: pip install 'trm-jax[jetstream]'") from error
+        from trm_jax.rollout import EngineConfig
+        from trm_jax.train import load_config, open_experiment
+
+        access = Access(
+            host=self.host,
+            port=self.port,
+            certificate=self.certificate,
+            key=self.key,
+            token_file=self.token_file,
+            insecure=self.insecure,
+        )
+        options = ServerOptions(
+            queue_limit=self.queue_limit,
+            max_samples=self.max_samples,
+            metrics_port=self.metrics_port,
+            stall_seconds=self.stall_seconds,
+        )
+        arms = {arm.slug: arm.train for arm in load_config(self.config, self.overrides).arms}
+        if not self.arm and len(arms) > 1:
+            raise ValueError(f"the file has several arms; choose one with --arm: {', '.join(arms)}.")
+        if self.arm and self.arm not in arms:
+            raise ValueError(f"--arm {self.arm}: no such arm; the file has {', '.join(arms)}.")
+        config = arms[self.arm or next(iter(arms))]
+        rollout = config.rollout
+        sizes = EngineConfig(
+            slots=rollout.slots,
+            max_prompt_length=rollout.max_prompt_length,
+            max_response_length=rollout.max_response_length,
+            prefill_rows=rollout.prefill_rows,
+            decode_chunk=rollout.decode_chunk,
+        )
+        with (
+            open_experiment(config) as experiment,
+            RolloutServer(
+                SlotEngine(
+                    experiment.model,
+                    sizes,
+                    numerics=rollout.numerics,
+                    eos_ids=experiment.tokenizer.eos_ids,
+                    record_hidden=rollout.record_hidden,
+                ),
+                experiment.model,
+                sampling=SamplingOptions(temperature=rollout.temperature, top_p=rollout.top_p),
+                access=access,
+                options=options,
+                tokenizer=experiment.tokenizer,
+                weights=self.weights,
+            ) as server,
+            _StopOnSignal("stopping; requests in flight are ended") as stop,
+        ):
+            print(f"serving on {server.target}", flush=True)
+            while not stop():
+                if not server.wait(0.2):
+                    print(f"trm-jax: the server gave up: {server.failure}", file=sys.stderr)
+                    return _FAILED
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Write the HTML report of a run directory again and print its table."""
 
@@ -253,10 +355,10 @@ class Options:
 
 
 class _StopOnSignal:
-    """True once SIGINT or SIGTERM has come; the second SIGINT ends at once."""
+    """True once SIGINT or SIGTERM has come, which ``message`` answers; the second SIGINT ends at once."""
 
-    def __init__(self) -> None:
-        self._asked = False
+    def __init__(self, message: str) -> None:
+        self._asked, self._message = False, message
 
     def __enter__(self) -> Self:
         self._before = [(number, signal.signal(number, self._handle)) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -275,12 +377,13 @@ class _StopOnSignal:
             os.write(2, b"trm-jax: interrupted\n")
             os._exit(_STOPPED)
         self._asked = True
-        os.write(2, b"\nstopping after this step; a checkpoint will be written (Ctrl-C again ends at once)\n")
+        os.write(2, f"\n{self._message} (Ctrl-C again ends at once)\n".encode())
 
 
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Fetch, tyro.conf.subcommand("fetch")]
     | Annotated[Tasks, tyro.conf.subcommand("tasks")]
@@ -306,13 +409,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _parse(argv: list[str] | None) -> Train | Eval | Report | Fetch | Tasks | Options:
+def _parse(argv: list[str] | None) -> Train | Eval | Serve | Report | Fetch | Tasks | Options:
     """Overrides may also stand after options: ``trm-jax train FILE --resume steps=20``."""
     about = "LLM reinforcement learning when the policy that samples is not the policy that trains."
-    command: Train | Eval | Report | Fetch | Tasks | Options
+    command: Train | Eval | Serve | Report | Fetch | Tasks | Options
     _check_command(sys.argv[1:] if argv is None else argv)
     command, rest = tyro.cli(Command, prog="trm-jax", args=argv, description=about, return_unknown_args=True)
-    if isinstance(command, Train) and all("=" in text and not text.startswith("-") for text in rest):
+    if isinstance(command, Train | Serve) and all("=" in text and not text.startswith("-") for text in rest):
         return dataclasses.replace(command, overrides=(*command.overrides, *rest))
     if rest:
         command = tyro.cli(Command, prog="trm-jax", args=argv, description=about)  # says what is wrong, and ends
@@ -321,7 +424,7 @@ def _parse(argv: list[str] | None) -> Train | Eval | Report | Fetch | Tasks | Op
 
 def _check_command(argv: list[str]) -> None:
     """Names a command that there is not; tyro would only say that one is missing."""
-    known = ("train", "eval", "report", "fetch", "tasks", "options")
+    known = ("train", "eval", "serve", "report", "fetch", "tasks", "options")
     if argv and not argv[0].startswith("-") and argv[0] not in known:
         close = difflib.get_close_matches(argv[0], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."

@@ -1,0 +1,100 @@
+"""Who may listen where: nothing that others can reach is open by accident."""
+
+from __future__ import annotations
+
+import pytest
+
+from trm_jax.serve import Access, Connection, Limits, SampleRequest, SamplingOptions
+
+TOKEN = "a-token-of-25-characters."
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name in ("certificate", "key"):
+        (tmp_path / name).write_text("pem")
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    token.chmod(0o600)
+    return {"certificate": tmp_path / "certificate", "key": tmp_path / "key", "token_file": token}
+
+
+def test_an_open_address_needs_tls_and_a_token_or_a_word_that_it_may_be_open(files):
+    for host in ("0.0.0.0", "::", "10.1.2.3", "rollouts.example"):
+        with pytest.raises(ValueError, match="TLS certificate and key and a token file is missing"):
+            Access(host=host)
+        with pytest.raises(ValueError, match="and a token file is missing"):
+            Access(host=host, certificate=files["certificate"], key=files["key"])
+        with pytest.raises(ValueError, match="and a TLS certificate and key is missing"):
+            Access(host=host, token_file=files["token_file"])
+        assert Access(host=host, **files).token() == TOKEN
+        assert Access(host=host, insecure=True).token() is None
+    for host in ("127.0.0.1", "::1", "localhost", "127.5.0.1"):
+        assert Access(host=host).token() is None
+    assert Access(host="::1", port=5).address == "[::1]:5"
+
+
+def test_half_an_identity_and_a_poor_token_are_refused(files, tmp_path):
+    with pytest.raises(ValueError, match="both a certificate and its key"):
+        Access(certificate=files["certificate"])
+    files["token_file"].chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        Access(token_file=files["token_file"])
+    files["token_file"].chmod(0o600)
+    files["token_file"].write_text("short")
+    with pytest.raises(ValueError, match="at least 16"):
+        Access(token_file=files["token_file"])
+    with pytest.raises(ValueError, match="cannot read"):
+        Access(token_file=tmp_path / "absent")
+    with pytest.raises(ValueError, match="port=70000"):
+        Access(port=70000)
+
+
+def test_a_client_sends_no_token_unencrypted_over_a_network():
+    with pytest.raises(ValueError, match="in the clear"):
+        Connection(target="rollouts.example:80", token=TOKEN)
+    Connection(target="127.0.0.1:80", token=TOKEN)
+    with pytest.raises(ValueError, match="concurrency"):
+        Connection(target="127.0.0.1:80", concurrency=0)
+
+
+GOOD = {"prompt": [0, 8], "seeds": [0], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": []}, "0 tokens"),
+        ({"prompt": [1, 2, 3]}, "3 tokens; the engine takes 1 to 2"),
+        ({"prompt": [1, 9]}, r"position 1: token id 9 is outside the vocabulary \[0, 9\)"),
+        ({"prompt": [-1]}, "token id -1"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": 5}, r"must lie in 1..4"),
+        ({"seeds": []}, "0 seeds"),
+        ({"seeds": [1, 2, 3]}, "3 seeds: a request has 1 to 2"),
+        ({"seeds": [2**32]}, "seed 4294967296"),
+        ({"stream_every": -1}, "stream_every=-1"),
+        ({"hidden": True}, "hidden states"),
+    ],
+)
+def test_a_request_beyond_the_limits_is_refused_and_says_why(change, words):
+    limits = Limits(prompt=2, response=4, vocab_size=9, samples=2, hidden=False)
+    limits.check(SampleRequest(**GOOD))
+    with pytest.raises(ValueError, match=words):
+        limits.check(SampleRequest(**GOOD | change))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 1.0},
+        {"top_k": -1},
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        SamplingOptions(**option)

@@ -1,0 +1,62 @@
+"""Weights between processes: whole, verified, of this model, or refused."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trm_jax.serve import WeightDirectory, WeightsRefused
+
+
+def params(version: int) -> dict:
+    return {"w": jnp.arange(6.0).reshape(2, 3) + version, "b": jnp.full(3, float(version))}
+
+
+def test_what_is_read_is_what_was_published_and_old_versions_go(tmp_path):
+    directory = WeightDirectory(tmp_path, keep=2)
+    for version in (0, 7, 3):  # not in order: a run that starts anew in the same place
+        directory.publish(version, params(version))
+        read = WeightDirectory(tmp_path).read(version, params(0))
+        np.testing.assert_array_equal(read["w"], params(version)["w"])
+    assert directory.versions() == [3, 7]
+    directory.publish(3, params(9))  # again
+    np.testing.assert_array_equal(directory.read(3, params(0))["b"], params(9)["b"])
+
+
+def test_absent_half_written_and_damaged_versions_are_refused(tmp_path):
+    directory = WeightDirectory(tmp_path)
+    with pytest.raises(WeightsRefused, match="no policy version 4"):
+        directory.read(4, params(0))
+    checkpoint = next(directory.publish(4, params(4)).glob("step_*"))
+    with pytest.raises(WeightsRefused, match="does not fit"):
+        directory.read(4, {"w": jnp.zeros((2, 4)), "b": jnp.zeros(3)})
+
+    largest = max(
+        (path for path in (checkpoint / "arrays").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    whole = largest.read_bytes()
+    largest.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(WeightsRefused, match="SHA-256"):
+        directory.read(4, params(0))
+    largest.write_bytes(whole)
+    directory.read(4, params(0))
+
+    partial = checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.partial"))
+    with pytest.raises(WeightsRefused, match="not complete"):
+        directory.read(4, params(0))
+    partial.rename(checkpoint)
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(WeightsRefused, match="not complete"):
+        directory.read(4, params(0))
+    (checkpoint / "manifest.json").write_text(json.dumps({}))
+    with pytest.raises(WeightsRefused, match="not in the manifest"):
+        directory.read(4, params(0))
+
+
+def test_a_version_is_a_number_and_no_path(tmp_path):
+    for version in (-1, 10**8):
+        with pytest.raises(ValueError, match="must lie in"):
+            WeightDirectory(tmp_path).read(version, params(0))

@@ -1,0 +1,465 @@
+"""JetStream's ``Driver`` with its prefill, generate and detokenize threads made fit for reinforcement learning.
+
+Kept: its queues, slots, threads, and how they hand requests on. Changed, each for a fault of the stock driver:
+
+* an exception ends the requests that it concerns, and the thread goes on with fresh slots; the stock one kills the
+  process. After ``_MOST_FAILURES`` in a row the driver declares itself dead and refuses new work;
+* records, per-request sampling and limits, end tokens returned, a reason for every end;
+* a bounded queue; cancelled requests give their slots back at the next chunk;
+* weights change between two decode calls, at once or when what decodes has finished;
+* waiting prompts are prefilled together, and samples of a prompt share its run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from trm_jax.integrations.jetstream._engine import PolicyBox, RolloutEngine, RolloutTokens
+from trm_jax.integrations.jetstream._library import jetstream
+from trm_jax.integrations.jetstream._work import Failure, Prefilled, Sample, Work
+from trm_jax.serve import Columns, FinishReason, PolicyWeights, Prefix
+
+__all__ = ["Counters", "Health", "QueueFull", "RolloutDriver", "Unavailable"]
+
+_DRIVER: Any = jetstream().orchestrator.Driver
+_MOST_FAILURES = 3
+_RUN_AHEAD = 2  # chunks; the stock driver lets 8 steps run ahead of the host
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
+class Unavailable(RuntimeError):
+    """The driver is dead or stopping and takes no requests."""
+
+
+@dataclasses.dataclass
+class Counters:
+    """Totals since the start; read without a lock.
+
+    Attributes:
+      tokens: sampled for requests.
+      chunks: decode calls.
+      prefills: prefill calls.
+      finished: requests answered in full.
+      failed: requests ended by a fault.
+      cancelled: requests whose client went away.
+      refused: requests that found the queue full.
+      restarts: times a thread went on after an exception.
+      updates: weights taken.
+    """
+
+    tokens: int = 0
+    chunks: int = 0
+    prefills: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    restarts: int = 0
+    updates: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Health:
+    """What the driver says of itself.
+
+    Attributes:
+      live: whether requests are being answered.
+      reason: why not, or an empty string.
+      queue_depth: requests that wait for their prefill.
+      slots_busy: slots that decode.
+    """
+
+    live: bool
+    reason: str
+    queue_depth: int
+    slots_busy: int
+
+
+@dataclasses.dataclass
+class _Update:
+    policy: PolicyWeights
+    finish_first: bool
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class RolloutDriver(_DRIVER):  # type: ignore[misc]
+    """Runs one engine; starts its threads at once. Use as a context manager, or call ``stop``.
+
+    Args:
+      engine: what decodes.
+      policy: first weights.
+      queue_limit: requests that may wait.
+      stall_seconds: a decode call that takes longer is reported as a fault; the first calls compile.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, policy: PolicyWeights, *, queue_limit: int, stall_seconds: float = 300.0
+    ) -> None:
+        # The base class starts the threads, so everything they read comes before it.
+        self._engine, self._box = engine, PolicyBox(policy)
+        self.counters = Counters()
+        self._version = int(policy.version)
+        self._stall_seconds = stall_seconds
+        self._dead = ""
+        self._update: _Update | None = None
+        self._update_lock, self._swap_lock = threading.Lock(), threading.Lock()
+        self._outstanding: set[Work] = set()
+        self._outstanding_lock = threading.Lock()
+        self._in_prefill = 0
+        self._fault: BaseException | None = None
+        self._failures = 0
+        self._progress = time.monotonic()
+        super().__init__(
+            prefill_engines=[engine],
+            generate_engines=[engine],
+            prefill_params=[self._box],
+            generate_params=[self._box],
+            interleaved_mode=True,
+            jax_padding=False,
+        )
+        self._prefill_backlog.maxsize = queue_limit
+        self._detokenize_backlogs[0].maxsize = _RUN_AHEAD
+
+    def __enter__(self) -> RolloutDriver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+        return self._version
+
+    @property
+    def queue_limit(self) -> int:
+        """Requests that may wait."""
+        return int(self._prefill_backlog.maxsize)
+
+    def place(self, work: Work) -> None:
+        """Queues a request that has been checked.
+
+        Raises:
+          QueueFull: ``queue_limit`` requests wait.
+          Unavailable: the driver is dead or stopping.
+        """
+        health = self.health()
+        if not health.live:
+            raise Unavailable(health.reason)
+        work.on_end = self._ended
+        with self._outstanding_lock:
+            self._outstanding.add(work)
+        try:
+            self.place_request_on_prefill_queue(work)
+        except queue.Full:
+            self._ended(work)
+            self.counters.refused += 1
+            raise QueueFull(
+                f"{self._prefill_backlog.maxsize} requests wait already; try again later, or raise queue_limit."
+            ) from None
+
+    def update(self, policy: PolicyWeights, *, finish_first: bool = False, timeout: float | None = None) -> None:
+        """Changes the weights between two decode calls; returns when they are in use.
+
+        Args:
+          policy: in the engine's format.
+          finish_first: sequences in flight end under the old weights, new ones wait for them; otherwise sequences go
+            on under the new weights with the keys and values that they have.
+          timeout: seconds to wait.
+
+        Raises:
+          Unavailable: the driver is dead, or the change did not come in time; it is then withdrawn.
+        """
+        with self._update_lock:
+            update = _Update(policy, finish_first)
+            self._update = update
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not update.done.wait(0.05):
+                health = self.health()
+                late = deadline is not None and time.monotonic() > deadline
+                if late or not health.live:
+                    with self._swap_lock:
+                        if update.done.is_set():
+                            return
+                        self._update = None
+                    raise Unavailable(health.reason or f"weights not taken within {timeout} s; the old ones stay")
+
+    def health(self) -> Health:
+        """Whether all threads live and decode calls return."""
+        busy = self._engine.max_concurrent_decodes - self._generate_slots[0].qsize()
+        reason = self._dead
+        if not reason and not self.live:
+            reason = "the server is stopping"
+        if not reason:
+            gone = [thread.name for thread in self._all_threads if not thread.is_alive()]
+            if gone:
+                reason = f"thread {', '.join(gone)} died"
+            elif busy and time.monotonic() - self._progress > self._stall_seconds:
+                reason = f"no decode call returned for {self._stall_seconds:g} s"
+        return Health(live=not reason, reason=reason, queue_depth=self._prefill_backlog.qsize(), slots_busy=busy)
+
+    def watch(self) -> Health:
+        """``health``, and when it is bad, an end to every request that waits for a driver that does not answer."""
+        health = self.health()
+        if not health.live:
+            self._dead = self._dead or health.reason
+            self._fail_all(Failure(kind="unavailable", message=health.reason))
+        return health
+
+    def stop(self) -> None:
+        """Ends every request and the threads."""
+        self._dead = self._dead or "the server is stopping"
+        self._fail_all(Failure(kind="unavailable", message=self._dead))
+        super().stop()
+
+    def _ended(self, work: Work) -> None:
+        with self._outstanding_lock:
+            self._outstanding.discard(work)
+
+    def _fail_all(self, failure: Failure) -> None:
+        with self._outstanding_lock:
+            works = list(self._outstanding)
+        for work in works:
+            self._fail(work, failure)
+
+    def _fail(self, work: Work, failure: Failure) -> None:
+        if work.fail(failure):
+            with self._outstanding_lock:  # any thread may end a request
+                self.counters.failed += failure.kind != "cancelled"
+                self.counters.cancelled += failure.kind == "cancelled"
+
+    def cancel(self, work: Work) -> None:
+        """Ends a request whose client is gone."""
+        self._fail(work, Failure(kind="cancelled", message="the client cancelled the request"))
+
+    # ---- prefill thread
+
+    def _prefill_thread(self, idx: int) -> None:
+        while self.live:
+            work = self._prefill_backlog.get()
+            if work is None:
+                return
+            works, last = [work], False
+            with contextlib.suppress(queue.Empty):
+                while len(works) < self._engine.slots.config.prefill_rows and not last:
+                    more = self._prefill_backlog.get_nowait()
+                    last = more is None
+                    works += [] if last else [more]
+            self._in_prefill = 1
+            works = [work for work in works if not work.ended]
+            if works:
+                try:
+                    self._transfer_backlogs[idx].put(self._run_prompts(works))
+                except BaseException as error:
+                    self._report_failure("prefill", error, works)
+            self._in_prefill = 0
+            if last:
+                return
+
+    def _run_prompts(self, works: list[Work]) -> Prefilled:
+        policy = self._box.current
+        prefix: Prefix = self._engine.slots.prefill(policy, [work.request.prompt for work in works])
+        self.counters.prefills += 1
+        return Prefilled(works, prefix, policy)
+
+    def _report_failure(self, what: str, error: BaseException, works: list[Work]) -> None:
+        self.counters.restarts += 1
+        failure = Failure(kind="internal", message=f"{what} failed: {type(error).__name__}: {error}")
+        for work in works:
+            self._fail(work, failure)
+
+    # ---- generate thread
+
+    def _generate_thread(self, idx: int) -> None:
+        while self.live and not self._dead:
+            pending: deque[tuple[Sample, int, Prefilled]] = deque()
+            try:
+                self._decode_until_stopped(idx, pending)
+                return
+            except BaseException as error:
+                self._failures += 1
+                self._report_failure("decoding", error, [sample.work for sample, _, _ in pending])
+                self._put_result(idx, ("failed", error))
+                self._await_free_slots(idx)
+                if self._failures >= _MOST_FAILURES:
+                    self._dead = (
+                        f"decoding failed {self._failures} times in a row, last: {type(error).__name__}: {error}"
+                    )
+                    self._fail_all(Failure(kind="unavailable", message=self._dead))
+
+    def _await_free_slots(self, idx: int) -> None:
+        """Waits until what decoded has been given up, so that nothing decodes for nobody."""
+        while self.live and self._generate_slots[idx].qsize() < self._engine.max_concurrent_decodes:
+            time.sleep(0.001)
+
+    def _decode_until_stopped(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> None:
+        slots = self._generate_slots[idx]
+        state = self._engine.init_decode_state()
+        step = 0
+        while self.live:
+            fault, self._fault = self._fault, None
+            if fault is not None:
+                raise fault
+            idle = slots.qsize() == self._engine.max_concurrent_decodes
+            draining = self._take_update(idle=idle)
+            if not draining and not self._fetch(idx, pending):
+                return
+            state, started = self._start(state, pending, slots, draining=draining)
+            if started:
+                self._put_result(idx, ("started", started))
+            elif slots.qsize() == self._engine.max_concurrent_decodes:
+                self._progress = time.monotonic()
+                continue
+            state, result = self._engine.generate(self._box, state)
+            result.copy_to_host_async()
+            self._put_result(idx, (step, result))
+            step += 1
+
+    def _take_update(self, *, idle: bool) -> bool:
+        """Swaps the weights if it is time; whether new samples must wait for a swap."""
+        update = self._update
+        if update is None:
+            return False
+        if update.finish_first and not idle:
+            return True
+        version = int(update.policy.version)
+        with self._swap_lock:
+            if self._update is not update:  # withdrawn in this moment
+                return False
+            self._box.current, self._version = update.policy, version
+            self._update = None
+            update.done.set()
+        self.counters.updates += 1
+        return False
+
+    def _fetch(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> bool:
+        """Takes prefilled requests, waiting for one under way while slots are free; False when the thread shall end."""
+        slots, backlog = self._generate_slots[idx], self._generate_backlogs[idx]
+        while len(pending) < slots.qsize():
+            idle = slots.qsize() == self._engine.max_concurrent_decodes
+            coming = self._in_prefill or not self._prefill_backlog.empty() or not self._transfer_backlogs[idx].empty()
+            try:
+                prefilled = backlog.get(block=bool(coming) or (idle and not pending), timeout=0.05)
+            except queue.Empty:
+                if self._update is not None or not (coming and self.live):
+                    return True
+                continue
+            if prefilled is None:
+                return False
+            pending.extend((s, row, prefilled) for row, work in enumerate(prefilled.works) for s in work.samples)
+        return True
+
+    def _start(
+        self, state: Any, pending: deque[tuple[Sample, int, Prefilled]], slots: queue.Queue[int], *, draining: bool
+    ) -> tuple[Any, list[tuple[int, Sample]]]:
+        """Puts pending samples into free slots."""
+        started: list[tuple[int, Sample]] = []
+        while pending and not draining:
+            group = pending[0][2]
+            if group.policy is not self._box.current:  # a sample never starts from keys and values of older weights
+                again = self._run_prompts(group.works)
+                group.prefix, group.policy = again.prefix, again.policy
+            taken: list[tuple[int, int, Sample]] = []
+            try:
+                while pending and pending[0][2] is group:
+                    if pending[0][0].work.ended:
+                        pending.popleft()
+                        continue
+                    slot = slots.get_nowait()
+                    sample, row, _ = pending.popleft()
+                    taken.append((slot, row, sample))
+            except queue.Empty:
+                draining = True  # no slot is left
+            if not taken:
+                continue
+            started += [(slot, sample) for slot, _, sample in taken]
+            starts = [
+                (slot, row, sample.seed, sample.work.request.max_tokens, sample.work.request.sampling)
+                for slot, row, sample in taken
+            ]
+            try:
+                state = self._engine.slots.insert(group.prefix, state, starts)
+            except BaseException:
+                self._put_result(0, ("started", started))  # so that their slots and requests are known to be given up
+                raise
+        return state, started
+
+    def _put_result(self, idx: int, item: tuple[Any, Any]) -> None:
+        while self.live:
+            with contextlib.suppress(queue.Full):
+                self._detokenize_backlogs[idx].put(item, timeout=0.5)
+                return
+
+    # ---- detokenize thread: from arrays to requests
+
+    def _detokenize_thread(self, idx: int) -> None:
+        backlog, slots = self._detokenize_backlogs[idx], self._generate_slots[idx]
+        running: dict[int, Sample] = {}
+        while self.live:
+            item = backlog.get()
+            if item is None:
+                return
+            kind, value = item
+            if kind == "started":
+                running.update(value)
+                continue
+            try:
+                if kind == "failed":
+                    raise value
+                freed = self._deliver(value, running)
+                self._failures = 0
+            except BaseException as error:
+                if kind != "failed":
+                    self._fault = error  # the generate thread starts anew: its state may be what failed
+                self._report_failure("decoding", error, [sample.work for sample in running.values()])
+                freed = list(running)
+            self._progress = time.monotonic()
+            for slot in freed:
+                del running[slot]
+                slots.put_nowait(slot)
+
+    def _deliver(self, result: RolloutTokens, running: dict[int, Sample]) -> list[int]:
+        """Hands a chunk's tokens to their samples; the slots that are free now."""
+        chunk = result.chunk
+        assert chunk is not None
+        columns = Columns.of(np.asarray(chunk.data))
+        counts = columns.valid.sum(axis=1).tolist()
+        finite = np.isfinite(columns.logps) | (columns.valid == 0)
+        sound, alive = finite.all(axis=1).tolist(), columns.alive.tolist()
+        wanted = [sample.work.request for sample in running.values()]
+        states = lse = kept = None
+        if any(request.hidden for request in wanted):
+            states, lse = np.asarray(chunk.hidden), np.asarray(chunk.logsumexp)
+        if any(request.sampling.cuts for request in wanted):
+            kept = np.asarray(chunk.support)
+        self.counters.chunks += 1
+        vocab, eos, freed = self._engine.slots.shape.vocab_size, self._engine.slots.eos_ids, []
+        for slot, sample in running.items():
+            count = counts[slot]
+            if not sample.work.ended and not sound[slot]:
+                message = f"the log-prob of a sampled token is not finite under policy version {columns.versions[slot]}"
+                self._fail(sample.work, Failure(kind="internal", message=message))
+            if sample.work.ended:
+                freed.append(slot)
+                continue
+            self.counters.tokens += count
+            sample.take(columns, slot, count, (states, lse, kept))
+            if not alive[slot]:
+                finish: FinishReason = "stop" if int(columns.tokens[slot, count - 1]) in eos else "length"
+                sample.work.send(sample.flush(finish, vocab))
+                self.counters.finished += sample.work.ended
+                freed.append(slot)
+            elif sample.due():
+                sample.work.send(sample.flush("", vocab))
+        return freed

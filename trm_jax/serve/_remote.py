@@ -1,0 +1,222 @@
+"""An ``Engine`` whose sampling happens in another process: the trainer uses it as it uses the engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from trm_jax.models import Transformer
+from trm_jax.rollout import EngineConfig, EngineWeights, RolloutNumerics, SamplingConfig, convert_weights
+from trm_jax.serve._client import Connection, RolloutClient, ServingError
+from trm_jax.serve._engine import describe_numerics
+from trm_jax.serve._requests import Completion, SampleRequest, SamplingOptions
+from trm_jax.serve._weights import WeightDirectory
+from trm_jax.types import PromptBatch, RolloutBatch
+
+__all__ = ["RemoteEngine"]
+
+
+class RemoteEngine:
+    """``trm_jax.rollout.Engine`` at an address.
+
+    Weights go through a directory that both processes see: ``update_weights`` writes a verified checkpoint there and
+    has the server take it. A server that was restarted is given the weights again before it is asked for samples.
+
+    Args:
+      model: the architecture (its parameters are not used).
+      config: lengths; they must be the server's.
+      numerics: the server's arithmetic, with which ``head_matrix`` is made; compared with what the server says.
+      sampling: default options.
+      eos_ids: ids that end a response; compared with the server's.
+      connection: where the server is.
+      weights: the directory.
+      record_hidden: have final hidden states returned.
+      finish_first: let sequences in flight finish before weights change.
+
+    Raises:
+      ValueError: the server is made for something else, naming the difference.
+      ServingError: there is no server within the connection's patience.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        *,
+        numerics: RolloutNumerics,
+        sampling: SamplingConfig,
+        eos_ids: Iterable[int],
+        connection: Connection,
+        weights: Path,
+        record_hidden: bool = True,
+        finish_first: bool = False,
+    ) -> None:
+        self._graphdef, self._shape = nnx.graphdef(model), model.config
+        self._config, self._numerics, self._sampling = config, numerics, sampling
+        self._record_hidden, self._finish_first = record_hidden, finish_first
+        self._directory = WeightDirectory(weights)
+        self._weights: EngineWeights | None = None
+        self._version = -1
+        self._client = RolloutClient(connection, on_return=self._give_weights_again)
+        try:
+            self._samples = self._check(sorted(int(i) for i in eos_ids))
+        except BaseException:
+            self._client.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._client.close()
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; -1 before the first ``update_weights``."""
+        return self._version
+
+    def update_weights(self, version: int, params: nnx.State[Any, Any]) -> None:
+        """Publishes the parameters and returns when the server samples from them.
+
+        Raises:
+          ServingError: the server refused them and keeps those it has.
+        """
+        self._directory.publish(version, params)
+        self._client.load(version, finish_first=self._finish_first)
+        self._weights = convert_weights(self._graphdef, params, self._numerics)
+        self._version = int(version)
+
+    def head_matrix(self) -> Float[Array, "V D"]:
+        """The output head as the server multiplies with it, ``[V, D]`` in its compute dtype."""
+        if self._weights is None:
+            raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
+        return self._weights.head_matrix(self._numerics.compute().jnp_dtype)
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig | None = None) -> RolloutBatch:
+        """Answers every row of ``prompts``; neighbouring rows with one prompt share its prefill.
+
+        Args:
+          prompts: rows of at most ``max_prompt_length`` tokens, left-aligned.
+          sampling: overrides the engine's own options for this call.
+
+        Raises:
+          ValueError: a prompt that the server does not take.
+          RuntimeError: before the first ``update_weights``.
+          ServingError: the server failed, or stayed away longer than the connection's patience.
+        """
+        if self._version < 0:
+            raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
+        sampling = self._sampling if sampling is None else sampling
+        groups = self._groups(prompts)
+        options = SamplingOptions(temperature=sampling.temperature, top_p=sampling.top_p, greedy=sampling.greedy)
+        seeds = np.asarray(prompts.seeds, np.uint32)
+        answers = self._client.generate(
+            [
+                SampleRequest(
+                    prompt=prompt,
+                    seeds=seeds[rows].tolist(),
+                    max_tokens=self._config.max_response_length,
+                    sampling=options,
+                    hidden=self._record_hidden,
+                    version=self._version,
+                )
+                for prompt, rows in groups
+            ]
+        )
+        by_row = {
+            row: completion
+            for (_, rows), completions in zip(groups, answers, strict=True)
+            for row, completion in zip(rows, completions, strict=True)
+        }
+        return self._batch(prompts, [by_row[row] for row in range(len(by_row))], sampling)
+
+    def _groups(self, prompts: PromptBatch) -> list[tuple[list[int], list[int]]]:
+        """``(prompt, rows)`` of neighbouring rows with one prompt."""
+        tokens, mask = np.asarray(prompts.tokens), np.asarray(prompts.mask)
+        groups: list[tuple[list[int], list[int]]] = []
+        for row, (ids, real) in enumerate(zip(tokens, mask, strict=True)):
+            length = int(real.sum())
+            if not real[:length].all():
+                raise ValueError(f"prompt in row {row} is not left-aligned: its mask has a gap before token {length}.")
+            prompt = ids[:length].tolist()
+            if groups and groups[-1][0] == prompt and len(groups[-1][1]) < self._samples:
+                groups[-1][1].append(row)
+            else:
+                groups.append((prompt, [row]))
+        return groups
+
+    def _batch(self, prompts: PromptBatch, rows: list[Completion], sampling: SamplingConfig) -> RolloutBatch:
+        count, length, width = len(rows), self._config.max_response_length, self._config.max_prompt_length
+        tokens, versions = np.zeros((count, length), np.int32), np.full((count, length), -1, np.int32)
+        logps, mask = np.zeros((count, length), np.float32), np.zeros((count, length), bool)
+        support = hidden = None
+        if sampling.top_p < 1 and not sampling.greedy:
+            support = np.zeros((count, length, -(-self._shape.vocab_size // 8)), np.uint8)
+        if self._record_hidden:
+            hidden = np.zeros((count, length, self._shape.d_model), self._numerics.compute().jnp_dtype)
+        for row, done in enumerate(rows):
+            n = done.tokens.size
+            tokens[row, :n], versions[row, :n], logps[row, :n], mask[row, :n] = (
+                done.tokens,
+                done.versions,
+                done.logps,
+                True,
+            )
+            if hidden is not None:
+                if done.hidden is None or done.hidden.shape != (n, self._shape.d_model):
+                    raise ServingError(
+                        "the server sent no hidden states, or of another width, though they were asked for."
+                    )
+                hidden[row, :n] = done.hidden
+            if support is not None:
+                if done.support_tokens is None or done.support_offsets is None:
+                    raise ServingError(f"the server sent no support although top_p={sampling.top_p} cuts it.")
+                kept = np.zeros((n, self._shape.vocab_size), bool)
+                kept[np.repeat(np.arange(n), np.diff(done.support_offsets)), done.support_tokens] = True
+                support[row, :n] = np.packbits(kept, axis=1, bitorder="little")
+        real = np.asarray(prompts.mask)
+        padded = np.zeros((count, width), np.int32)
+        padded[:, : real.shape[1]] = np.where(real, prompts.tokens, 0)[:, :width]
+        return RolloutBatch(
+            prompt_tokens=jnp.asarray(padded),
+            prompt_mask=jnp.arange(width)[None, :] < jnp.asarray(real.sum(axis=1))[:, None],
+            response_tokens=jnp.asarray(tokens),
+            response_mask=jnp.asarray(mask),
+            rollout_logps=jnp.asarray(logps),
+            versions=jnp.asarray(versions),
+            finished=jnp.asarray([done.finish == "stop" for done in rows]),
+            group_ids=jnp.asarray(prompts.group_ids, jnp.int32),
+            hidden=None if hidden is None else jnp.asarray(hidden),
+            support=None if support is None else jnp.asarray(support),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+
+    def _check(self, eos_ids: list[int]) -> int:
+        """Compares the server with what is expected; samples that a request may have."""
+        status = self._client.status()
+        expected = {
+            "max_prompt_length": self._config.max_prompt_length,
+            "max_response_length": self._config.max_response_length,
+            "vocab_size": self._shape.vocab_size,
+            "numerics": describe_numerics(self._numerics),
+            "eos_ids": eos_ids,
+        }
+        for name, value in expected.items():
+            found = list(status.eos_ids) if name == "eos_ids" else getattr(status, name)
+            if found != value:
+                raise ValueError(
+                    f"the server has {name}={found!r}, this run expects {value!r}: start it with this run's file."
+                )
+        if self._record_hidden and not status.hidden:
+            raise ValueError("this run records hidden states and the server does not: set rollout.record_hidden there.")
+        return int(status.max_samples)
+
+    def _give_weights_again(self) -> None:
+        """After the server was away: it may be a new process with its first weights."""
+        if self._version >= 0 and self._client.status().version != self._version:
+            self._client.load(self._version, finish_first=self._finish_first)

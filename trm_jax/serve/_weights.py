@@ -1,0 +1,84 @@
+"""Weights between processes: a directory a version, written by the trainer, verified by the server before it is used.
+
+A server is told a version, never a path: it reads ``root/version_00000012`` and nothing else. What is half written has
+no checkpoint in it yet, and what is damaged fails its manifest of SHA-256 hashes; both are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trm_jax.train import Checkpointer, CheckpointError
+
+__all__ = ["WeightDirectory", "WeightsRefused"]
+
+_NAME = re.compile(r"version_(\d{8})")
+
+
+class WeightsRefused(RuntimeError):
+    """A version is absent, half written, damaged, or of another model."""
+
+
+class WeightDirectory:
+    """Versions of the policy's parameters under one root, as Orbax checkpoints with a hash manifest.
+
+    Args:
+      root: on a file system that trainer and server share; made when absent.
+      keep: newest versions that ``publish`` keeps of those that it wrote.
+    """
+
+    def __init__(self, root: Path, *, keep: int = 2) -> None:
+        self._root, self._keep = Path(root).absolute(), keep
+        self._written: list[int] = []
+
+    def publish(self, version: int, params: Any) -> Path:
+        """Writes a version, whole or not at all.
+
+        Raises:
+          ValueError: a version outside ``[0, 10^8)``.
+          CheckpointError: the disk refused.
+        """
+        path = self._path(version)
+        Checkpointer(path, keep=1).save(version, params, {})
+        self._written = [*(v for v in self._written if v != version), version]
+        for old in self._written[: -self._keep]:
+            shutil.rmtree(self._path(old), ignore_errors=True)
+        self._written = self._written[-self._keep :]
+        return path
+
+    def read(self, version: int, template: Any) -> Any:
+        """The parameters of a version.
+
+        Args:
+          version: its number.
+          template: pytree of arrays or ``jax.ShapeDtypeStruct`` that they must match.
+
+        Raises:
+          WeightsRefused: absent, half written, damaged, or not of this model.
+        """
+        path = self._path(version)
+        if not path.is_dir():
+            raise WeightsRefused(
+                f"there is no policy version {version} in the weight directory (looked for {path.name})."
+            )
+        faults: list[str] = []
+        try:
+            found = Checkpointer(path, keep=1, report=faults.append).restore_latest(lambda _: template)
+        except CheckpointError as error:
+            raise WeightsRefused(f"policy version {version}: {' '.join(faults) or error}") from error
+        if found is None:
+            raise WeightsRefused(f"policy version {version} is not complete: {path.name} holds no whole checkpoint.")
+        return found[1]
+
+    def versions(self) -> list[int]:
+        """Versions that have a directory, oldest first (not verified)."""
+        matches = (_NAME.fullmatch(path.name) for path in self._root.glob("version_*"))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _path(self, version: int) -> Path:
+        if not 0 <= version < 10**8:
+            raise ValueError(f"policy version {version}: must lie in [0, 10^8).")
+        return self._root / f"version_{version:08d}"
