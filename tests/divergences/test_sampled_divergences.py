@@ -163,6 +163,9 @@ def test_topk_bounds_enclose_the_full_divergences() -> None:
         assert np.all(out.tv_upper >= tv - 1e-5)
         np.testing.assert_allclose(out.tv_upper - out.tv_lower, np.minimum(rest_p, rest_q), atol=1e-5)
         previous = np.asarray(out.kl_lower)
+        if k == 1:  # one token and the rest: the binary divergence, which a bound without the rest falls short of
+            logp, logq = (np.log(np.take_along_axis(x, top, -1))[:, 0] for x in (p, q))
+            np.testing.assert_allclose(out.kl_lower, divergences.binary_kl(logq, logp), rtol=1e-3, atol=1e-6)
     # All 30 tokens: nothing is merged, and rests that are rounding noise must not count.
     np.testing.assert_allclose(out.kl_lower, kl, rtol=1e-4)
     np.testing.assert_allclose(out.tv_lower, tv, rtol=1e-5)

@@ -305,9 +305,13 @@ def test_case_15_raw_and_applied_weights_have_distinct_names(order):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("weight", WEIGHT_PRESETS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_case_16_on_policy(weight, dtype):
+@pytest.mark.parametrize(
+    ("weight", "masks", "dtype"),
+    [(weight, (), jnp.bfloat16) for weight in WEIGHT_PRESETS]  # whose values are float32 values too
+    + [("none", MASKS, dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+    + [(weight, (), jnp.float32) for weight in ("kpop", "cis", "seq_tis")],
+)
+def test_case_16_on_policy(weight, masks, dtype):
     """Equal log-probs, saturated ones included: every weight exactly 1, every mask keeps, and the corrected update is
     the uncorrected one to the bit."""
     rng = np.random.default_rng(1)
@@ -317,7 +321,7 @@ def test_case_16_on_policy(weight, dtype):
     mask = np.arange(7) < np.array([[7], [1], [4], [5], [3], [6]])
     zero = jnp.zeros(logp.shape)
     policy, advantages = logp.astype(jnp.float32) - 0.01, np.float32([1, -1, 0.5, -0.3, 2, -2])
-    config = correction.CorrectionConfig(masks=MASKS, weight=weight)
+    config = correction.CorrectionConfig(masks=masks, weight=weight)
     got = correction.correct(scored(logp, logp, mask, token_kl=zero, token_tv=zero), config)
     np.testing.assert_array_equal(got.sequence_keep, [True] * 6)
     np.testing.assert_array_equal(np.asarray(got.token_keep)[mask], True)

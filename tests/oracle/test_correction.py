@@ -17,7 +17,7 @@ from .reference.rows import decide, sequences, spread
 OPTIONS = {  # in the middle of the data at scale 0.3, so that every criterion both keeps and rejects
     "max_token_kl": 0.2,
     "mean_token_kl": 0.08,
-    "max_token_tv": 0.25,
+    "max_token_tv": 0.17,
     "max_k2": 0.2,
     "mean_k3": 0.05,
     "ln_trm_threshold": 0.25,
@@ -158,13 +158,14 @@ def check(got, name, data, numerator, *, segment_ids=None):
 
 @pytest.mark.parametrize("name", [*PRESETS, *COMPOSED])
 def test_preset_against_the_oracle(name):
-    config = correction.preset(name, **OPTIONS)
-    decisions = []
-    for seed in range(2):
-        data = batch(seed, 0.3)
-        decisions.append(check(correction.correct(scored(data), config), name, data, data.proximal))
+    """With garbage at the masked slots, which the oracle does not look at."""
+    data = batch(0, 0.3)
+    fields = ("proximal", "rollout", "token_kl", "token_tv")
+    dirty = {k: spoil(getattr(data, k), data.response_mask) for k in fields}
+    got = correction.correct(scored(data, **dirty), correction.preset(name, **OPTIONS))
+    decided = check(got, name, data, data.proximal)
     if parts(name)[0] and name.split(" + ")[0] != "token_mask":
-        assert set(np.concatenate(decisions).tolist()) == {True, False}
+        assert set(decided.tolist()) == {True, False}
 
 
 def test_compiled_is_the_same():
@@ -194,15 +195,6 @@ def test_bypass_takes_the_policy_as_numerator(name):
     config = correction.preset(name, numerator="policy", **OPTIONS)
     got = correction.correct(scored(data), config, policy_logps=jnp.asarray(data.policy))
     check(got, name, data, data.policy)
-
-
-@pytest.mark.parametrize("name", list(PRESETS))
-def test_garbage_at_masked_slots(name):
-    data = batch(6, 0.3)
-    config = correction.preset(name, **OPTIONS)
-    fields = ("proximal", "rollout", "token_kl", "token_tv")
-    dirty = {k: spoil(getattr(data, k), data.response_mask) for k in fields}
-    check(correction.correct(scored(data, **dirty), config), name, data, data.proximal)
 
 
 def test_defaults_are_the_published_ones():
@@ -248,8 +240,10 @@ def test_log_probs_above_zero_are_clamped_and_counted():
 ILLEGAL = {"nan_proximal": ("proximal", np.nan), "nan_rollout": ("rollout", np.nan), "sentinel": ("rollout", -9999.0)}
 
 
-@pytest.mark.parametrize("kind", ILLEGAL)
-@pytest.mark.parametrize("name", ["none", "trm_max + cis", "geo_mis"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*itertools.product(ILLEGAL, ["trm_max + cis"]), ("nan_proximal", "none"), ("sentinel", "geo_mis")],
+)
 def test_illegal_log_probs_reject_their_sequence_and_are_counted(kind, name):
     field, value = ILLEGAL[kind]
     data = batch(8, 1e-3)

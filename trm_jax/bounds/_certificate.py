@@ -133,7 +133,7 @@ def certify(
 
     **Limits.** With m = 3·(number of cuts) + 2 means, each gets the better of a Chernoff-Hoeffding and an empirical
     Bernstein limit, each of the two at error ``(1 - confidence)/(2m)``; by the union bound all hold at once.
-    ``lower_limit`` is the largest of -1 (J is in [0, 1]), the second route, and for each cut
+    ``lower_limit`` is the largest of the second route, whose limit is never below -1, and for each cut
     ``masked_surrogate - accepted_error - rejected_return`` by their limits.
 
     **Terms.** ``masked_surrogate`` ``E[M_c R Σ u_t]`` (lower), ``accepted_error`` ``E[M_c ψ(U)]`` (upper),
@@ -202,7 +202,7 @@ def certify(
     means, limits = upper_limits(table, counted, low=low, high=high, error=(1 - confidence) / (3 * cuts + 2), xp=xp)
     by_cut = -limits[:cuts] - limits[cuts : 2 * cuts] - limits[2 * cuts : 3 * cuts]
     best = xp.argmax(by_cut)
-    lower = xp.maximum(xp.maximum(by_cut[best], -limits[-2]), -1.0)
+    lower = xp.maximum(by_cut[best], -limits[-2])
     legal = xp.all((reward >= 0) & (reward <= 1))
 
     refuted = xp.any(counted & ~found.accepted) | ~xp.all(

@@ -87,7 +87,7 @@ def _reduce_rows(sums: list[Array], counts: list[Array], maxima: list[Array]) ->
     counted = [flags.astype(jnp.int32) for flags in counts]
     start = [np.float32(0)] * (2 * len(sums)) + [np.int32(0)] * len(counts) + [np.float32(-np.inf)] * len(maxima)
     operands = [*sums, *lost, *counted, *maxima]
-    totals = jax.lax.reduce(operands, start, _combine(len(sums), len(counts)), dimensions=(1,))
+    totals: list[Array] = jax.lax.reduce(operands, start, _combine(len(sums), len(counts)), dimensions=(1,))
     pairs = zip(totals[: len(sums)], totals[len(sums) : 2 * len(sums)], strict=True)
     # Beside an infinite or undefined sum stands no rounding, but NaN.
     return [jnp.where(jnp.isfinite(total), total + rest, total) for total, rest in pairs] + totals[2 * len(sums) :]
