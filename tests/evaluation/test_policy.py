@@ -66,7 +66,7 @@ def test_what_does_not_go_together(tmp_path: Path, directory: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint 'nowhere'"):
         open_policy("nowhere")
     (tmp_path / "runs" / "arms" / "cis" / "seed0").mkdir(parents=True)
-    with pytest.raises(ValueError, match="is an experiment of 1 runs; name one of them, such as .*/arms/cis/seed0"):
+    with pytest.raises(ValueError, match=r"is an experiment of 1 runs; .*such as .*arms.cis.seed0"):
         open_policy(tmp_path / "runs")
     with pytest.raises(ValueError, match="the tokenizer has 140 ids, the model 128"):
         open_policy(checkpoint(tmp_path / "large", vocab=140))

@@ -57,15 +57,15 @@ class MathVerifier:
     ``####`` or ``Answer:``, or else as math-verify finds it, the last expression first. Where the problem's
     ``metadata["tolerance"]`` is a number, a number that close to the reference is right.
 
-    math-verify stops long work with an alarm signal, which only fires in a main thread and not inside one long
-    arithmetic operation. So each worker runs it in its main thread, and the worker that overruns ``time_limit`` is
-    killed and replaced.
+    math-verify stops long work with an alarm signal, which goes by the clock, only fires in a main thread, and not
+    inside one long arithmetic operation. So each worker has a timer of its own that goes by processor time, half of
+    ``time_limit``, and a worker that overruns ``time_limit`` is killed and replaced. A busy machine changes no verdict.
 
     Use it as a context manager, or call ``close``. Workers also end when the process that made them does.
 
     Args:
       workers: number of processes, at least 1.
-      time_limit: seconds of wall-clock a response may take, at least 1.
+      time_limit: seconds of processor time a response may take, at least 1.
       max_response_chars: how much of a response's end is looked at, in characters.
 
     Raises:

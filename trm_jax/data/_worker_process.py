@@ -14,8 +14,10 @@ from typing import Any
 
 __all__ = ["START_SECONDS", "Outcome", "WorkerProcess"]
 
-START_SECONDS = 120.0
+START_SECONDS = 600.0
 """How long a worker may take until it has imported what it needs."""
+
+_PATIENCE = 20
 
 Outcome = tuple[str, bool]
 """What became of a request (``scored``, ``timeout``, ``error`` or ``died``), and whether the answer is right."""
@@ -25,15 +27,16 @@ class WorkerProcess:
     """A worker process: starting, then idle (no job) or busy (a job and a deadline), at last dead.
 
     Args:
-      program: run as a file with a soft limit and a limit on processor time, in seconds, and ``arguments``. It writes
+      program: run as a file with a soft and a hard limit, in seconds of processor time, and ``arguments``. It writes
         ``{"status": "ready"}``, then a line with ``status`` and ``correct`` for every line it reads.
       arguments: further ones.
-      time_limit: seconds of wall-clock that a request may take.
+      time_limit: seconds of processor time that a request may take. A verdict must not hang on how busy the machine
+        is; a request that waits without computing is given up after ``_PATIENCE`` times as long by the clock.
     """
 
     def __init__(self, program: Path, arguments: Sequence[str], time_limit: float) -> None:
         self._time_limit = time_limit
-        soft, hard = max(1, int(time_limit // 3)), math.ceil(time_limit) + 1
+        soft, hard = time_limit / 2, math.ceil(time_limit) + 1
         # A fresh interpreter, not a fork: nothing of JAX is in it. -P keeps this folder off its import path.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(program), str(soft), str(hard), *arguments],
@@ -47,6 +50,7 @@ class WorkerProcess:
         self.ready = False
         self.dead = False
         self.deadline = time.monotonic() + START_SECONDS
+        self._used = self._latest = 0.0
 
     @property
     def pid(self) -> int:
@@ -71,6 +75,8 @@ class WorkerProcess:
             self.dead = True
             return False
         self.job = job
+        self._used = _processor_seconds(self.pid)
+        self._latest = time.monotonic() + _PATIENCE * self._time_limit
         self.deadline = time.monotonic() + self._time_limit
         return True
 
@@ -93,11 +99,17 @@ class WorkerProcess:
             return None
         return reply["status"], reply["correct"]
 
-    def overrun(self) -> Outcome:
-        """The deadline has passed: the process must go."""
-        self.dead = True
+    def overrun(self) -> Outcome | None:
+        """The deadline has passed: the process must go, unless it did not get the processor for that long."""
         if not self.ready:
+            self.dead = True
             raise RuntimeError(f"a worker for rewards was not ready after {START_SECONDS:g} seconds")
+        left = self._time_limit - (_processor_seconds(self.pid) - self._used)
+        now = time.monotonic()
+        if left > 0 and now < self._latest:
+            self.deadline = min(self._latest, now + max(left, 0.05))
+            return None
+        self.dead = True
         return "timeout", False
 
     def stop(self) -> None:
@@ -107,3 +119,12 @@ class WorkerProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def _processor_seconds(pid: int) -> float:
+    """User and system time of a process so far; where the system does not tell, the clock stands in."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return time.monotonic()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
