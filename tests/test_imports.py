@@ -51,19 +51,21 @@ TABLE: dict[str, Room] = {
     "models": _room("types", "numerics", "models.pretrained", third=ARRAYS | {"flax"}),
     "rollout": _room(*LEAVES, "models", third=ARRAYS | {"flax"}),
     "rescore": _room("types", "ops", "divergences", "models", third=ARRAYS | {"chex", "flax"}),
-    "data": _room("types", "checks", third={"grain", "jaxtyping", "math_verify", "numpy", "reasoning_gym"}),
+    "process_limits": _room(third=frozenset()),
+    "data": _room("types", "checks", third={"grain", "jaxtyping", "math_verify", "numpy", "pyarrow", "reasoning_gym"}),
     "report": _room(
         *("types", "numerics", "divergences", "bounds", "correction"),
         third=ARRAYS | {"jinja2", "matplotlib", "rich", "tensorboardX"},
     ),
+    "evaluation": _room("types", "models", "rollout", "data", "report", third=ARRAYS | {"flax", "rich"}),
     "train": _room(
         *(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("data", "report"),
+        *("data", "report", "evaluation"),
         third=ARRAYS | {"cattrs", "flax", "optax", "orbax", "rich", "tyro"},
     ),
     "cli": _room(
         *("", *LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("data", "report", "train"),
+        *("data", "report", "evaluation", "train"),
         third={"rich", "tyro"},
     ),
     "__main__": _room("cli", third=frozenset()),
@@ -262,8 +264,8 @@ def test_an_allowed_import_passes(tmp_path: Path, file: str, source: str) -> Non
 
 
 HEAVY = (
-    *("cattrs", "gguf", "grain", "grpc", "jetstream", "jinja2", "math_verify", "matplotlib", "orbax", "reasoning_gym"),
-    *("rich", "tensorboardX", "tensorflow", "tokenizers", "torch", "transformers", "tunix", "tyro"),
+    *("cattrs", "gguf", "grain", "grpc", "jetstream", "jinja2", "math_verify", "matplotlib", "orbax", "pyarrow"),
+    *("reasoning_gym", "rich", "tensorboardX", "tensorflow", "tokenizers", "torch", "transformers", "tunix", "tyro"),
 )
 
 

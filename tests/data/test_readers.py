@@ -14,7 +14,7 @@ from trm_jax.data import (
     gsm8k_answer,
     number_reward,
     read_gsm8k,
-    read_jsonl,
+    read_problems,
     shipped_problems,
 )
 
@@ -98,20 +98,22 @@ def test_other_peoples_columns_arrays_and_value_types(tmp_path: Path) -> None:
         ),
         encoding="utf-8",
     )
-    one, two = read_jsonl(path, columns={"prompt": "Body+Question", "reference": "Answer"}, metadata_columns=["level"])
+    one, two = read_problems(
+        path, columns={"prompt": "Body+Question", "reference": "Answer"}, metadata_columns=["level"]
+    )
     assert (one.prompt, one.reference, one.metadata) == ("A dog. Legs?", "4", {"level": 2})
     assert (two.reference, two.demonstration) == ("2.5", None)
 
 
 def test_a_column_whose_name_holds_a_plus_is_one_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"a+b": "text", "answer": "1"})
-    assert read_jsonl(path, columns={"prompt": "a+b", "reference": "answer"})[0].prompt == "text"
+    assert read_problems(path, columns={"prompt": "a+b", "reference": "answer"})[0].prompt == "text"
 
 
 def test_answers_that_only_stand_in_a_box(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", {"problem": "p", "solution": r"\boxed{1} no, \boxed{\frac{1}{\sqrt{2}}} it is"})
     columns = {"prompt": "problem", "reference": "solution", "demonstration": "solution"}
-    (problem,) = read_jsonl(path, columns=columns, extract=boxed_answer)
+    (problem,) = read_problems(path, columns=columns, extract=boxed_answer)
     assert problem.reference == r"\frac{1}{\sqrt{2}}"
     for text in (r"\boxed{1", "1"):
         with pytest.raises(ValueError, match="no closed"):
@@ -136,20 +138,25 @@ def test_answers_that_only_stand_in_a_box(tmp_path: Path) -> None:
 def test_bad_files_are_named_with_place_and_reason(tmp_path: Path, lines: list[str], message: str) -> None:
     path = write(tmp_path / "bad.jsonl", *lines)
     with pytest.raises(ValueError, match=rf"bad\.jsonl.*{message}"):
-        read_jsonl(path, columns=COLUMNS)
+        read_problems(path, columns=COLUMNS)
 
 
 def test_bad_requests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no file .*none\.jsonl"):
-        read_jsonl(tmp_path / "none.jsonl", columns=COLUMNS)
+        read_problems(tmp_path / "none.jsonl", columns=COLUMNS)
     with pytest.raises(ValueError, match="'prompt' and 'reference' are required"):
-        read_jsonl(tmp_path / "none.jsonl", columns={"prompt": "q"})
+        read_problems(tmp_path / "none.jsonl", columns={"prompt": "q"})
     with pytest.raises(ValueError, match=r"columns names \['answer', 'prompt', 'reference'\]"):
-        read_jsonl(tmp_path / "none.jsonl", columns={"prompt": "q", "reference": "a", "answer": "a"})
+        read_problems(tmp_path / "none.jsonl", columns={"prompt": "q", "reference": "a", "answer": "a"})
+    binary = tmp_path / "b.jsonl"
+    binary.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match="not UTF-8 text"):
+        read_problems(binary, columns=COLUMNS)
+    pytest.importorskip("pyarrow")
     binary = tmp_path / "b.parquet"
     binary.write_bytes(b"PAR1\xff\xfe")
-    with pytest.raises(ValueError, match="not UTF-8 text"):
-        read_jsonl(binary, columns=COLUMNS)
+    with pytest.raises(ValueError, match="is not a whole Parquet file"):
+        read_problems(binary, columns=COLUMNS)
 
 
 @pytest.mark.parametrize(

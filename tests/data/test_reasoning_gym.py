@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import runpy
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from trm_jax.data import (
     PRINTABLE_ASCII,
     ReasoningGymTask,
+    _generated_task,
     corrupt_demonstration,
     held_out,
     reasoning_gym_task,
@@ -222,3 +226,71 @@ def test_a_scorer_that_raises_gives_zero_and_is_counted() -> None:
 def test_puzzles_with_many_solutions_have_no_demonstration() -> None:
     problem = reasoning_gym_task("rush_hour").train(1)[0]
     assert (problem.reference, problem.demonstration) == ("", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["countdown", "puzzle24", "simple_integration", "polynomial_multiplication", "n_queens", "spiral_matrix"],
+)
+def test_scorers_that_evaluate_answers_run_apart_and_refuse_code(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    if name == "polynomial_multiplication":
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+    task = reasoning_gym_task(name, compact=False)
+    problem = task.train(1)[0]
+    assert task(problem, problem.reference) == 1.0
+    assert task(problem, f"so <answer>{problem.reference}</answer>") == 1.0
+    assert task(problem, "1") == 0.0
+    mark = tmp_path / "was here"
+    for code in (
+        f"__import__('pathlib').Path({str(mark)!r}).touch()",
+        f"open({str(mark)!r}, 'w')",
+        f"[].__class__.__base__.__subclasses__() or open({str(mark)!r}, 'w')",
+        f"preview(1, filename={str(mark)!r})",
+    ):
+        assert task(problem, code) == 0.0
+    assert not mark.exists()
+
+
+@pytest.mark.slow
+def test_answers_that_run_away_cost_bounded_time() -> None:
+    task = reasoning_gym_task("countdown", compact=False)
+    problem = task.train(1)[0]
+    began = time.monotonic()
+    for heavy in ("9**9**9**9", "(" * 5000 + "1" + ")" * 5000, "1+" * 1_000_000 + "1", "9" * 2_000_000):
+        assert task(problem, heavy) == 0.0
+    # At most each meets its limit of 6 s, and a worker starts anew; on a busy machine that takes its time.
+    assert time.monotonic() - began < 300
+    assert task(problem, problem.reference) == 1.0
+
+
+def test_only_the_end_of_a_long_answer_is_scored() -> None:
+    task = reasoning_gym_task("chain_sum", compact=False)
+    problem = task.train(1)[0]
+    assert task(problem, "x" * 5_000_000 + f"<answer>{problem.reference}</answer>") == 1.0
+    assert task(problem, f"<answer>{problem.reference}</answer>" + "x" * 5_000_000) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("20*28 + 98", True),
+        ("-(3 - 1.5)/x**2 + sin(x) + C", True),
+        ("log(x)*exp(-x)", True),
+        ("1 if x else 2", False),
+        ("x.y", False),
+        ("f(x)", False),
+        ("sin(x, evaluate=False)", False),
+        ("__import__", False),
+        ("[1]", False),
+        ("'text'", False),
+        ("True", False),
+        ("lambda: 1", False),
+        ("x := 1", False),
+        ("", False),
+        ("1 +", False),
+    ],
+)
+def test_what_counts_as_arithmetic(text: str, plain: bool) -> None:
+    program = runpy.run_path(str(_generated_task._PROGRAM))
+    assert program["is_arithmetic"](text) is plain

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trm_jax.data import MathVerifier, Problem, VerifierCounts, _math_process, score_batch
+from trm_jax.data import MathVerifier, Problem, VerifierCounts, _verifier, score_batch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra")
 
-WORKER = _math_process.PROGRAM
+WORKER = _verifier.PROGRAM
+LIMITS = WORKER.parents[1] / "process_limits.py"
 
 
 def problem(reference: str) -> Problem:
@@ -52,6 +53,23 @@ def verifier() -> Iterator[MathVerifier]:
         ("42", "", 0.0),
         ("42", "no number", 0.0),
         ("42", "\ud800 #### 42", 1.0),
+        ("42", "Answer: 42", 1.0),
+        ("42", "Answer: 41\nAnswer: $42$.", 1.0),
+        ("42", "#### 42\nAnswer: 41", 0.0),
+        ("42", "The answer is: 42 of the 50", 1.0),
+        (r"4.5 \times 10^{33}", r"\boxed{4.5e33}", 1.0),
+        (r"4.5 \times 10^{33}", r"\boxed{4.5e32}", 0.0),
+        (r"2.88 \times 10^{-19}", r"\boxed{1.325 \times 10^{-27}}", 0.0),
+        (r"2.88 \times 10^{-19}", r"\boxed{0}", 0.0),
+        (r"2.88 \times 10^{-19}", r"\boxed{2.88e-19}", 1.0),
+        (r"2.88 \times 10^{-19}", r"\boxed{2.881 \times 10^{-19}}", 1.0),
+        ("0.0001", r"\boxed{\frac{1}{10000}}", 1.0),
+        ("0", r"\boxed{0.0}", 1.0),
+        (r"\frac{1}{3}", r"\boxed{0.333333}", 1.0),
+        ("69,84", r"\boxed{84, 69}", 1.0),
+        ("69,84", r"\boxed{69}", 0.0),
+        ("(1,2),(3,4)", r"\boxed{(3,4), (1,2)}", 1.0),
+        ("(1,2),(3,4)", r"\boxed{(2,1), (3,4)}", 0.0),
     ],
 )
 def test_rewards(verifier: MathVerifier, reference: str, response: str, reward: float) -> None:
@@ -95,6 +113,13 @@ def test_a_reference_that_is_no_mathematics_is_an_error_not_a_wrong_answer(verif
     assert verifier.counts.errors == before + 1
 
 
+@pytest.mark.parametrize(("response", "reward"), [("4.3", 1.0), ("4.1", 1.0), ("4.31", 0.0), ("x", 0.0), ("", 0.0)])
+def test_a_tolerance_admits_numbers_that_are_close(verifier: MathVerifier, response: str, reward: float) -> None:
+    near = Problem(prompt="?", reference="4.2", source="made", index=0, metadata={"tolerance": 0.1})
+    assert verifier(near, f"\\boxed{{{response}}}") == reward
+    assert verifier(problem("4.2"), r"\boxed{4.3}") == 0.0
+
+
 def test_a_batch_keeps_its_order(verifier: MathVerifier) -> None:
     rewards = score_batch(verifier, [problem(str(i)) for i in range(20)], [f"#### {i - i % 2}" for i in range(20)])
     assert rewards.dtype == np.float32
@@ -105,12 +130,11 @@ def test_a_batch_keeps_its_order(verifier: MathVerifier) -> None:
 
 
 def test_the_worker_does_not_import_jax_or_this_package() -> None:
-    program = WORKER.read_text(encoding="utf-8")
     code = (
-        "import sys, math_verify; exec(compile(sys.stdin.read(), 'worker', 'exec'), {'__name__': 'worker'}); "
+        f"import runpy, sys, math_verify; runpy.run_path({str(WORKER)!r}); "
         "print([m for m in ('jax', 'trm_jax') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=program, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -124,7 +148,7 @@ LOOP = "for line in sys.stdin:\n    gold = json.loads(line)['gold']\n"
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "worker.py"
-    monkeypatch.setattr(_math_process, "PROGRAM", path)
+    monkeypatch.setattr(_verifier, "PROGRAM", path)
     return path
 
 
@@ -217,9 +241,8 @@ def test_workers_end_when_their_parent_is_killed() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="the kernel's limit on processor time is POSIX")
 def test_the_kernel_ends_a_computation_that_no_python_signal_reaches() -> None:
     code = (
-        f"import importlib.util as u; s = u.spec_from_file_location('worker', {str(WORKER)!r})\n"
-        "worker = u.module_from_spec(s); s.loader.exec_module(worker); worker._limit_memory_and_core()\n"
-        "worker._limit_processor_time(0)\n"
+        f"import runpy; limits = runpy.run_path({str(LIMITS)!r})\n"
+        "limits['limit_memory_and_core'](4); limits['limit_processor_time'](0)\n"
         "n = 9; n ** n ** n\n"  # one operation of minutes inside the interpreter
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60)

@@ -155,11 +155,47 @@ def test_no_template_is_an_error():
 
 
 def test_template_runs_in_a_sandbox():
-    from jinja2.exceptions import SecurityError
-
     hostile = with_template("{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(SecurityError):
+    with pytest.raises(ValueError, match="The chat template failed: SecurityError"):
         hostile.render_chat([{"role": "user", "content": "he"}])
+
+
+def test_the_end_of_a_turn_in_the_template_ends_a_response():
+    turns = "{% for m in messages %}{{ m['content'] }}<|pad|>{% endfor %}"
+    assert with_template(turns).eos_ids == frozenset({0, 2})
+    assert with_template("{% for m in messages %}{{ m['content'] }}{% endfor %}").eos_ids == frozenset({2})
+    assert with_template("{{ raise_exception('no') }}").eos_ids == frozenset({2})
+    assert PretrainedTokenizer(metadata(eot_token_id=0)).eos_ids == frozenset({0, 2})
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [  # Splits of the models' own tokenizers, in GPT-2's stand-ins: a space is Ġ.
+        ("gpt-2", "he 12 he", ["he", "Ġ", "12", "Ġhe"]),  # " 12" is one piece, in which 1 and 2 merge
+        ("smollm", "he 12 he", ["he", "Ġ", "1", "2", "Ġhe"]),
+        ("qwen2", "he 12 he", ["he", "Ġ", "1", "2", "Ġhe"]),  # a digit each, and no space before it
+        ("llama-bpe", "he 12 he", ["he", "Ġ", "12", "Ġhe"]),  # up to three digits in a piece
+    ],
+)
+def test_numbers_are_split_as_each_family_does(pre, text, pieces):
+    tokenizer = PretrainedTokenizer(metadata(pre=pre))
+    assert [TOKENS[index] for index in tokenizer.encode(text)] == pieces
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_user_defined_tokens_are_whole_and_stay_in_the_text():
+    kinds = [3] * 3 + [1] * (len(TOKENS) - 3) + [4]
+    tokenizer = PretrainedTokenizer(metadata(tokens=[*TOKENS, "<tool>"], token_type=kinds))
+    assert tokenizer.encode("he<tool>") == [260, len(TOKENS)]
+    assert tokenizer.decode([260, len(TOKENS)]) == "he<tool>"
+    assert "<tool>" not in tokenizer.special_tokens
+
+
+def test_a_beginning_of_sequence_stands_before_texts_that_are_no_chats():
+    assert PretrainedTokenizer(metadata()).prefix_ids == []
+    tokenizer = PretrainedTokenizer(metadata(add_bos_token=True))
+    assert tokenizer.prefix_ids == [1]
+    assert tokenizer.encode("he") == [260]
 
 
 def test_template_may_refuse():
@@ -177,8 +213,10 @@ def test_template_sees_the_control_tokens():
     ("changes", "message"),
     [
         ({"model": "llama"}, "tokenizer.ggml.model='llama' is not supported; 'gpt2' is required"),
-        ({"pre": "llama-bpe"}, "tokenizer.ggml.pre='llama-bpe' is not supported; 'smollm' is required"),
-        ({"add_bos_token": True}, "tokenizer.ggml.add_bos_token=True is not supported"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported; one of smollm, gpt-2, qwen2, llama-bpe"),
+        ({"add_space_prefix": True}, "tokenizer.ggml.add_space_prefix=True is not supported"),
+        ({"add_bos_token": True, "bos_token_id": None}, "add_bos_token=True needs 'tokenizer.ggml.bos_token_id'"),
+        ({"bos_token_id": 999}, "tokenizer.ggml.bos_token_id=999 is outside the vocabulary"),
         ({"merges": None}, "lack 'tokenizer.ggml.merges'"),
         ({"eos_token_id": None}, "lack 'tokenizer.ggml.eos_token_id'"),
         ({"token_type": [1, 1]}, "token_type has 2 entries for 263 tokens"),

@@ -41,4 +41,5 @@ from trm_jax.data._tokenizer import PRINTABLE_ASCII as PRINTABLE_ASCII
 from trm_jax.data._tokenizer import CharTokenizer as CharTokenizer
 from trm_jax.data._tokenizer import Tokenizer as Tokenizer
 from trm_jax.data._verifier import MathVerifier as MathVerifier
+from trm_jax.data._verifier import Verdict as Verdict
 from trm_jax.data._verifier import VerifierCounts as VerifierCounts

@@ -11,7 +11,10 @@ from trm_jax.data._records import shorten
 __all__ = ["MarkedAnswer", "boxed_answer", "gsm8k_answer", "marked_answer", "plain_answer", "plain_number"]
 
 _HASHES = re.compile(r"####\s*(\S[^\n]*)")
-_ANSWER_LINE = re.compile(r"\banswer(?: is)?[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(
+    r"(?:^[ \t>*_#]*(?:the[ \t]+)?(?:final[ \t]+)?answer|\banswer is)[*_ \t]*:[*_ \t]*([^\n]+)",
+    re.IGNORECASE | re.MULTILINE,
+)
 _BOX = "\\boxed{"
 _EXPONENT = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]\+?(-?\d+)", re.ASCII)
 _NUMPY = re.compile(r"\bnp\.(?=[a-z])")
@@ -81,7 +84,8 @@ def boxed_answer(text: str) -> str:
 def marked_answer(response: str) -> MarkedAnswer | None:
     r"""The answer that a response marks as its final one; of several marks the last counts.
 
-    Marks are ``\boxed{...}`` (closed), ``####`` and ``Answer:`` (the rest of their line).
+    Marks are ``\boxed{...}`` (closed), ``####``, and ``Answer:`` at the beginning of a line or ``answer is:`` anywhere
+    (the rest of their line).
 
     Args:
       response: any text.

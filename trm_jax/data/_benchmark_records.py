@@ -12,8 +12,8 @@ from trm_jax.data._records import Record, as_text, shorten
 __all__ = ["Entry", "competition", "dapo", "gsm8k", "mathematics", "minerva", "mmlu_stem", "olympiad", "svamp"]
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
-_QUESTIONS = ("problem", "question")
-_ANSWERS = ("answer", "expected_answer", "final_answer", "reward_model.ground_truth")
+_QUESTIONS = ("problem", "question", "Problem", "Question")
+_ANSWERS = ("answer", "expected_answer", "final_answer", "reward_model.ground_truth", "Answer")
 _LETTERS = "ABCDEFGHIJ"
 _DAPO = re.compile(
     r"Solve the following math problem step by step\. The last line of your response should be of the form Answer: "
@@ -81,7 +81,7 @@ def minerva(record: Record) -> Entry:
 
 def competition(record: Record) -> Entry:
     """``problem``; an integer in one of several columns, as text or number, with leading zeros (``025``) or without."""
-    question = _last_message(record, "problem", "question", "prompt")
+    question = _last_message(record, *_QUESTIONS, "prompt")
     reference = plain_number(_joined(record))
     if not re.fullmatch(r"-?\d+", reference):
         raise record.fail(f"the answer is {shorten(reference)!r}; a whole number is required")
@@ -130,7 +130,7 @@ def mmlu_stem(record: Record) -> Entry | None:
     letters = _LETTERS[: len(texts)]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
         letter = letters[answer]
-    elif isinstance(answer, str) and answer.strip() and answer.strip() in letters:
+    elif isinstance(answer, str) and answer.strip() in set(letters):
         letter = answer.strip()
     else:
         wanted = f"an index below {len(texts)} or a letter of {letters}"
@@ -155,7 +155,7 @@ def _last_message(record: Record, *columns: str) -> str:
     last = value[-1] if value else None
     if not isinstance(last, Mapping) or not isinstance(last.get("content"), str) or not last["content"].strip():
         raise record.fail(f"the prompt holds {shorten(repr(value))}; messages with a 'content' text are required")
-    return str(last["content"])
+    return as_text(last["content"], "content", record.place)
 
 
 def _joined(record: Record) -> str:

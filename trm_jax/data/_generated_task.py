@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
+import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trm_jax.data._compact import CompactForm
@@ -13,6 +16,7 @@ from trm_jax.data._extras import import_extra
 from trm_jax.data._problem import Problem, TaskSpec
 from trm_jax.data._split import LazyProblems, held_out
 from trm_jax.data._tokenizer import CharTokenizer
+from trm_jax.data._worker_pool import WorkerPool
 
 __all__ = ["ReasoningGymTask", "gym_factory"]
 
@@ -20,6 +24,14 @@ _SAMPLE = 256
 _DRAWS_A_PROBLEM = 64
 _BARREN_DRAWS = 10_000  # draws without a new held-out prompt, after which there is none
 _TEST_CHUNK = 1000
+_READ = 4096  # characters of a response's end that are looked at, or four times the reference's length
+_SECONDS = 6.0
+_PROGRAM = Path(__file__).with_name("_gym_worker.py")
+# Datasets of reasoning-gym 0.1.25 whose scorers hand the answer to ``eval``, or to sympy, which does.
+_EVALUATING = (
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
+    *("simple_integration", "spiral_matrix", "string_insertion"),
+)
 
 
 def gym_factory() -> Any:
@@ -53,6 +65,7 @@ class ReasoningGymTask:
         self._alphabet = alphabet
         self._scorer = self._dataset(0, 1).score_answer
         self._scoring_errors = 0
+        self._lock = threading.Lock()
 
     @property
     def scoring_errors(self) -> int:
@@ -138,8 +151,9 @@ class ReasoningGymTask:
     def __call__(self, problem: Problem, response: str) -> float:
         """1.0 when reasoning-gym gives the extracted answer its full score, else 0.0.
 
-        Partial credit counts as 0, and so does a response on which the scorer raises (counted in
-        ``scoring_errors``).
+        Partial credit counts as 0, and so does a response on which the scorer raises or runs away (counted in
+        ``scoring_errors``). Scorers that would evaluate an answer as code run in a process of their own, which only
+        takes plain arithmetic. Of a long response only the end is read.
 
         Args:
           problem: a problem of this task.
@@ -151,12 +165,26 @@ class ReasoningGymTask:
         # Datasets whose puzzles have many solutions give no answer: their problems have no demonstration either.
         answer = None if problem.demonstration is None else problem.reference
         entry = {"question": problem.prompt, "answer": answer, "metadata": dict(problem.metadata)}
+        response = response[-max(_READ, 4 * len(problem.reference)) :]
         try:
             given = self._form.extract(response) if self._form is not None else _tagged_or_whole(response)
+            if self._name in _EVALUATING:
+                return self._score_apart(given, entry)
             return float(self._scorer(answer=given, entry=entry) == 1.0)
         except Exception:  # a response is hostile input: whatever a scorer raises on it is a wrong answer
             self._scoring_errors += 1
             return 0.0
+
+    @functools.cached_property
+    def _process(self) -> WorkerPool:
+        return WorkerPool(_PROGRAM, (self._name, json.dumps(self._params)), workers=1, time_limit=_SECONDS)
+
+    def _score_apart(self, given: str, entry: dict[str, Any]) -> float:
+        request = json.loads(json.dumps({"answer": given, "entry": entry}, default=str))
+        with self._lock:
+            ((status, correct),) = self._process.run([request])
+        self._scoring_errors += status != "scored"
+        return float(correct)
 
     def train_problem(self, size: int, index: int) -> Problem:
         """Problem ``index`` of ``train(size)``."""

@@ -7,23 +7,31 @@ processor time stands in for the parent.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
-import time
+from pathlib import Path
 from typing import Any
 
-_MEMORY_BYTES = 4 * 2**30
+_limits = runpy.run_path(str(Path(__file__).parents[1] / "process_limits.py"))  # an import would bring JAX along
+
+_GIBIBYTES = 4  # of address space
+_SMALL = 1e-3  # below it, math-verify's six decimals leave less than three digits
+_RELATIVE = 1e-2
 
 
-def main(soft_limit: int, hard_limit: int) -> None:
-    """Answers ``{"gold", "answer"}`` requests with ``{"status", "correct"}`` until the input ends.
+class _OutOfTimeError(BaseException):
+    """Not an ``Exception``: libraries swallow those."""
+
+
+def main(soft_limit: float, hard_limit: int) -> None:
+    """Answers ``{"gold", "answer", "tolerance"}`` requests with ``{"status", "correct"}`` until the input ends.
 
     Args:
-      soft_limit: seconds that one parse or comparison may take before math-verify's alarm ends it.
+      soft_limit: seconds of processor time after which an exception ends a request.
       hard_limit: seconds of processor time after which the kernel ends the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
@@ -31,50 +39,82 @@ def main(soft_limit: int, hard_limit: int) -> None:
     os.dup2(2, 1)  # whatever a library prints stays out of the replies
     try:
         math_verify = importlib.import_module("math_verify")
+        _compare(
+            math_verify, {"gold": "1", "answer": r"$\frac{2}{2}$", "tolerance": 0.0}
+        )  # the first time takes seconds
     except Exception as error:
         replies.write(json.dumps({"status": "failed", "error": f"{type(error).__name__}: {error}"}) + "\n")
         return
-    _limit_memory_and_core()
+    _limits["limit_memory_and_core"](_GIBIBYTES)
+    timer = _Timer()
     replies.write(json.dumps({"status": "ready"}) + "\n")
     for line in sys.stdin:
-        _limit_processor_time(hard_limit)
-        replies.write(json.dumps(_answer(math_verify, json.loads(line), soft_limit)) + "\n")
+        _limits["limit_processor_time"](hard_limit)
+        replies.write(json.dumps(_answer(math_verify, json.loads(line), timer, soft_limit)) + "\n")
 
 
-def _answer(math_verify: Any, request: dict[str, str], soft_limit: int) -> dict[str, Any]:
-    started = time.monotonic()
+class _Timer:
+    """Ends a computation after so much processor time: math-verify's own alarm goes by the clock."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self.rang = False
+        signal.signal(signal.SIGVTALRM, self._ring)
+
+    def start(self, seconds: float) -> None:
+        self._armed, self.rang = True, False
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)  # again and again: a bare except swallows it
+
+    def stop(self) -> None:
+        self._armed = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+    def _ring(self, *_: object) -> None:
+        if self._armed:
+            self.rang = True
+            raise _OutOfTimeError
+
+
+def _answer(math_verify: Any, request: dict[str, Any], timer: _Timer, soft_limit: float) -> dict[str, Any]:
     try:
-        gold = math_verify.parse(f"${request['gold']}$", parsing_timeout=soft_limit)
-        if not gold:
-            return {"status": "error", "correct": False}
-        answer = math_verify.parse(request["answer"], parsing_timeout=soft_limit)
-        correct = bool(math_verify.verify(gold, answer, timeout_seconds=soft_limit))
-    except BaseException:  # math-verify's timeout is no Exception, and deep nesting or memory may end a call anywhere
+        timer.start(soft_limit)
+        correct = _compare(math_verify, request)
+        timer.stop()
+    except BaseException:  # deep nesting or memory may end a call anywhere
+        timer.stop()
+        return {"status": "timeout" if timer.rang else "error", "correct": False}
+    if correct is None:
         return {"status": "error", "correct": False}
-    # math-verify swallows its own alarm and says False: the clock tells such a False from a plain one.
-    late = not correct and time.monotonic() - started >= soft_limit
-    return {"status": "timeout" if late else "scored", "correct": correct}
+    # A swallowed end of time says False: told from a plain one.
+    return {"status": "timeout" if timer.rang and not correct else "scored", "correct": correct}
 
 
-def _limit_memory_and_core() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
+def _compare(math_verify: Any, request: dict[str, Any]) -> bool | None:
+    """Whether the answer is right; None for a reference that is no mathematics."""
+    gold = math_verify.parse(f"${request['gold']}$", parsing_timeout=None)
+    if not gold:
+        return None
+    answer = math_verify.parse(request["answer"], parsing_timeout=None)
+    correct = bool(math_verify.verify(gold, answer, timeout_seconds=None))
+    near, distance = _distance(gold, answer)
+    if not correct and distance is not None:
+        return bool(distance <= request["tolerance"] * (1 + 1e-9))  # room for the rounding of decimal fractions
+    if correct and distance is not None and near < _SMALL:
+        return bool(distance <= _RELATIVE * near)  # math-verify rounds to six decimals: all small numbers are alike
+    return correct
 
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the limit on processor time would leave a core file
 
-
-def _limit_processor_time(seconds: int) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
-        resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+def _distance(gold: list[Any], answer: list[Any]) -> tuple[float, float | None]:
+    """The size of the reference and how far the answer is from it, where both are real numbers; else None."""
+    numbers = [
+        [value for value in values if getattr(value, "is_real", False) and value.is_number][:1]
+        for values in (gold, answer)
+    ]
+    if not all(numbers):
+        return 0.0, None
+    first, second = (float(values[0]) for values in numbers)
+    return abs(first), abs(first - second)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -56,7 +56,9 @@ class Record:
         Raises:
           ValueError: there is no such column, or it holds no text and no number.
         """
-        name = self._rename.get(field) or next((c for c in columns if self._has_all(c)), columns[0])
+        held = [column for column in columns if self._has_all(column)]
+        filled = [column for column in held if not (column in self._values and self._values[column] is None)]
+        name = self._rename.get(field) or (filled or held or columns)[0]
         parts = name.split("+") if name not in self._values else [name]
         texts = [as_text(Record(self.place, self._values).value("", part), part, self.place) for part in parts]
         text = " ".join(texts)
@@ -73,7 +75,8 @@ class Record:
 
     def _find(self, field: str, columns: Sequence[str]) -> tuple[str, Any] | None:
         wanted = (self._rename[field],) if field in self._rename else columns
-        return next((found for column in wanted if (found := self._lookup(column)) is not None), None)
+        there = [found for column in wanted if (found := self._lookup(column)) is not None]
+        return next((found for found in there if found[1] is not None), there[0] if there else None)
 
     def _lookup(self, column: str) -> tuple[str, Any] | None:
         if column in self._values:

@@ -7,21 +7,22 @@ import dataclasses
 import importlib.util
 import math
 import threading
-import time
-import weakref
 from collections.abc import Sequence
-from multiprocessing import connection
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float32
 
 from trm_jax.data._answers import marked_answer, plain_answer
-from trm_jax.data._math_process import MathProcess, Outcome
 from trm_jax.data._problem import Problem
+from trm_jax.data._worker_pool import WorkerPool
 
-__all__ = ["MathVerifier", "VerifierCounts"]
+__all__ = ["PROGRAM", "MathVerifier", "Verdict", "VerifierCounts"]
+
+PROGRAM = Path(__file__).with_name("_math_worker.py")
+"""The program of a worker."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,22 +42,30 @@ class VerifierCounts:
     truncated: int = 0
 
 
+class Verdict(NamedTuple):
+    """Whether a response is right, and how that was found: ``scored``, or wrong by a ``timeout`` or an ``error``."""
+
+    correct: bool
+    status: str
+
+
 class MathVerifier:
     """Compares answers as mathematics with math-verify, in worker processes that can be killed.
 
     A reward function: 1.0 for an answer equal to the reference, 0.0 for anything else, a failure or an overrun
     included (``counts`` tells them apart). The answer is taken from the last ``\\boxed{...}``, from after the last
-    ``####``, or else as math-verify finds it, the last expression first.
+    ``####`` or ``Answer:``, or else as math-verify finds it, the last expression first. Where the problem's
+    ``metadata["tolerance"]`` is a number, a number that close to the reference is right.
 
-    math-verify stops long work with an alarm signal, which only fires in a main thread and not inside one long
-    arithmetic operation. So each worker runs it in its main thread, and the worker that overruns ``time_limit`` is
-    killed and replaced.
+    math-verify stops long work with an alarm signal, which goes by the clock, only fires in a main thread, and not
+    inside one long arithmetic operation. So each worker has a timer of its own that goes by processor time, half of
+    ``time_limit``, and a worker that overruns ``time_limit`` is killed and replaced. A busy machine changes no verdict.
 
     Use it as a context manager, or call ``close``. Workers also end when the process that made them does.
 
     Args:
       workers: number of processes, at least 1.
-      time_limit: seconds of wall-clock a response may take, at least 1.
+      time_limit: seconds of processor time a response may take, at least 1.
       max_response_chars: how much of a response's end is looked at, in characters.
 
     Raises:
@@ -79,12 +88,10 @@ class MathVerifier:
             raise ValueError(f"max_response_chars must be at least 1, got {max_response_chars}")
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("MathVerifier needs 'math_verify': pip install 'trm-jax[math]'", name="math_verify")
-        self._time_limit = time_limit
         self._max_response_chars = max_response_chars
         self._counts = VerifierCounts()
         self._lock = threading.Lock()
-        self._workers = [MathProcess(time_limit) for _ in range(workers)]
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
+        self._pool = WorkerPool(PROGRAM, (), workers=workers, time_limit=time_limit)
 
     @property
     def counts(self) -> VerifierCounts:
@@ -94,7 +101,7 @@ class MathVerifier:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """Process ids of the workers."""
-        return tuple(worker.pid for worker in self._workers)
+        return self._pool.process_ids
 
     def __call__(self, problem: Problem, response: str) -> float:
         """Scores one response; ``score_batch`` keeps every worker busy."""
@@ -114,17 +121,25 @@ class MathVerifier:
           ValueError: the lists differ in length, or the verifier is closed.
           RuntimeError: a worker could not start.
         """
+        return np.asarray([verdict.correct for verdict in self.judge(problems, responses)], dtype=np.float32)
+
+    def judge(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
+        """As ``score_batch``, and says how each verdict came about."""
         if len(problems) != len(responses):
             raise ValueError(f"{len(problems)} problems but {len(responses)} responses; one a problem is required")
-        if not self._finalizer.alive:
+        if self._pool.closed:
             raise ValueError("this MathVerifier is closed; make a new one")
         requests = [
-            {"gold": problem.reference.strip().strip("$"), "answer": _final_part(response, self._max_response_chars)}
+            {
+                "gold": problem.reference.strip().strip("$"),
+                "answer": _final_part(response, self._max_response_chars),
+                "tolerance": problem.metadata.get("tolerance", 0.0),
+            }
             for problem, response in zip(problems, responses, strict=True)
         ]
         truncated = sum(len(response) > self._max_response_chars for response in responses)
         with self._lock:
-            outcomes = self._run(requests)
+            outcomes = self._pool.run(requests)
             tally = collections.Counter(status for status, _ in outcomes)
             self._counts = VerifierCounts(
                 scored=self._counts.scored + tally["scored"],
@@ -132,11 +147,11 @@ class MathVerifier:
                 errors=self._counts.errors + tally["error"],
                 truncated=self._counts.truncated + truncated,
             )
-        return np.asarray([correct for _, correct in outcomes], dtype=np.float32)
+        return [Verdict(correct, status) for status, correct in outcomes]
 
     def close(self) -> None:
         """Ends the workers; a second call does nothing."""
-        self._finalizer()
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self
@@ -145,60 +160,6 @@ class MathVerifier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _run(self, requests: Sequence[dict[str, str]]) -> list[Outcome]:
-        outcomes: list[Outcome] = [("error", False)] * len(requests)
-        again = set(range(len(requests)))  # a death may have had another cause than the request: each is tried twice
-        pending = collections.deque(range(len(requests)))
-        try:
-            while pending or any(worker.job is not None for worker in self._workers):
-                for place, worker in enumerate(self._workers):
-                    if not pending or not worker.idle:
-                        continue
-                    if worker.send(pending[0], requests[pending[0]]):
-                        pending.popleft()
-                    else:
-                        self._replace(place)  # it died while idle; the request stays pending
-                for job, outcome in self._wait():
-                    if outcome[0] == "died" and job in again:
-                        again.remove(job)
-                        pending.append(job)
-                    else:
-                        outcomes[job] = outcome if outcome[0] != "died" else ("error", False)
-        except BaseException:
-            self.close()  # replies that are still on their way would answer the wrong requests
-            raise
-        return outcomes
-
-    def _wait(self) -> list[tuple[int, Outcome]]:
-        """Waits for a reply or the next deadline; says what came."""
-        came = []
-        active = {worker.output: place for place, worker in enumerate(self._workers) if not worker.idle}
-        nearest = min((self._workers[place].deadline for place in active.values()), default=0.0)
-        speaking = connection.wait(list(active), timeout=max(0.0, nearest - time.monotonic()))
-        for output, place in active.items():
-            worker = self._workers[place]
-            if output in speaking:
-                outcome = worker.receive()
-            elif time.monotonic() >= worker.deadline:
-                outcome = worker.overrun()
-            else:
-                continue
-            if outcome is not None and worker.job is not None:
-                came.append((worker.job, outcome))
-                worker.job = None
-            if worker.dead:
-                self._replace(place)
-        return came
-
-    def _replace(self, place: int) -> None:
-        self._workers[place].stop()
-        self._workers[place] = MathProcess(self._time_limit)
-
-
-def _stop_all(workers: list[MathProcess]) -> None:
-    for worker in workers:
-        worker.stop()
 
 
 def _final_part(response: str, max_chars: int) -> str:

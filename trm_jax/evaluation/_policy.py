@@ -63,9 +63,11 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
     path = find_smollm2() if str(checkpoint) == "smollm2" else Path(checkpoint)
     if not path.exists():
         raise FileNotFoundError(
-            f"there is no checkpoint {str(checkpoint)!r}: give a Hugging Face directory, a .gguf file, the directory of "
-            "a run (RUN/arms/ARM/seedN), or smollm2"
+            f"there is no checkpoint {str(checkpoint)!r}: give a Hugging Face directory, a .gguf file, the directory "
+            "of a run (RUN/arms/ARM/seedN), or smollm2"
         )
+    if runs := sorted(path.glob("arms/*/seed*")):
+        raise ValueError(f"{path} is an experiment of {len(runs)} runs; name one of them, such as {runs[0]}")
     words = load_tokenizer(path)
     if chat == "chat" and words.chat_template is None:
         raise ValueError(f"{path} carries no chat template; choose chat=plain")

@@ -19,15 +19,17 @@ def summarize(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dic
     """Accuracy and lengths of each task's judged answers.
 
     Args:
-      tasks: name → rows with ``index``, ``sample``, ``reward``, ``finished``, ``tokens`` and ``seconds``; at least one.
+      tasks: name → at least one row with ``index``, ``sample``, ``reward``, ``verdict``, ``finished``, ``tokens`` and
+        ``seconds``.
 
     Returns:
       Name → ``problems``, ``samples`` (answers a problem), ``accuracy`` (mean over problems of the mean over samples:
       avg@k), ``low`` and ``high`` (95% bootstrap over problems), ``truncated`` (share of answers cut off at the length
-      limit), ``tokens`` (mean length) and ``tokens_per_second``.
+      limit), ``unjudged`` (answers that count as wrong because judging them failed or took too long), ``tokens`` (mean
+      length) and ``tokens_per_second``.
 
     Example:
-      >>> row = {"sample": 0, "finished": True, "tokens": 10, "seconds": 0.5}
+      >>> row = {"sample": 0, "verdict": "scored", "finished": True, "tokens": 10, "seconds": 0.5}
       >>> found = summarize({"t": [{**row, "index": i, "reward": float(i < 3)} for i in range(4)]})["t"]
       >>> found["accuracy"], found["problems"], found["tokens_per_second"]
       (0.75, 4, 20.0)
@@ -49,6 +51,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "low": round(low, 6),
         "high": round(high, 6),
         "truncated": round(1 - float(np.mean([row["finished"] for row in rows])), 6),
+        "unjudged": sum(row["verdict"] != "scored" for row in rows),
         "tokens": round(tokens / len(rows), 2),
         "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
     }
@@ -57,10 +60,11 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def evaluation_table(results: Mapping[str, Any]) -> Table:
     """The results as a table for the terminal; ``results`` is what ``run_evaluation`` returns."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{results['checkpoint']}", title_justify="left")
+    table = Table(title=Text(str(results["checkpoint"])), title_justify="left")
     table.add_column("task", no_wrap=True)
-    for column in ("problems", "avg@", "accuracy", "95% interval", "cut off", "tokens", "tok/s"):
+    for column in ("problems", "avg@", "accuracy", "95% interval", "cut off", "unjudged", "tokens", "tok/s"):
         table.add_column(column, justify="right")
     for name, row in results["tasks"].items():
         speed = row["tokens_per_second"]
@@ -71,6 +75,7 @@ def evaluation_table(results: Mapping[str, Any]) -> Table:
             f"{row['accuracy']:.1%}",
             f"{row['low']:.1%} to {row['high']:.1%}",
             f"{row['truncated']:.1%}",
+            str(row["unjudged"]),
             f"{row['tokens']:.0f}",
             "" if speed is None else f"{speed:,.0f}",
         )

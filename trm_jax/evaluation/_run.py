@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from trm_jax.data import Problem, RewardFunction, format_prompt, open_reward, score_batch
+from trm_jax.data import MathVerifier, Problem, RewardFunction, format_prompt, open_reward, score_batch
 from trm_jax.evaluation._answers import ask
 from trm_jax.evaluation._ledger import Ledger
 from trm_jax.evaluation._policy import Policy
@@ -45,10 +45,10 @@ def run_evaluation(
     """Asks every problem of every task ``settings.samples`` times, and judges the answers.
 
     ``directory`` gets ``settings.json``, one ``TASK.jsonl`` a task with a line an answer (``index``, ``sample``,
-    ``reward``, ``finished``, ``tokens``, ``seconds``, ``reference``, ``response``), and ``results.json``. A process
-    that is killed loses the batch it was working on; ``resume`` asks what is missing, to the same answers, because an
-    answer's seed does not depend on what was asked before it. A resumed evaluation may have more problems, samples or
-    tasks than before.
+    ``reward``, ``verdict``, ``finished``, ``tokens``, ``seconds``, ``reference``, ``response``), and ``results.json``.
+    A process that is killed loses the batch it was working on; ``resume`` asks what is missing, to the same answers,
+    because an answer's seed does not depend on what was asked before it. A resumed evaluation may have more problems,
+    samples or tasks than before.
 
     Args:
       policy: what is asked.
@@ -75,7 +75,7 @@ def run_evaluation(
         ledgers = {}
         for task in tasks:  # all are locked before one is asked
             ledgers[task.name] = stack.enter_context(Ledger(root / f"{task.name}.jsonl"))
-        _check_directory(root, described, resume=resume)
+        _check_directory(root, described, any(ledger.rows for ledger in ledgers.values()), resume=resume)
         write_atomically(root / "settings.json", json.dumps(described, indent=1).encode())
         for task in tasks:
             _answer(policy, task, prompts[task.name], settings, ledgers[task.name], progress)
@@ -113,9 +113,13 @@ def _describe(policy: Policy, tasks: Sequence[EvaluationTask], settings: Evaluat
     }
 
 
-def _check_directory(root: Path, described: dict[str, Any], *, resume: bool) -> None:
+def _check_directory(root: Path, described: dict[str, Any], answered: bool, *, resume: bool) -> None:
     path = root / "settings.json"
     if not path.exists():
+        if answered:
+            raise ValueError(
+                f"{str(root)!r} holds answers, but not the settings that they were given under ({path.name})"
+            )
         return
     if not resume:
         raise ValueError(f"{str(root)!r} already holds an evaluation; continue it with --resume, or choose another")
@@ -177,23 +181,31 @@ def _answer(
                 stop=settings.stop,
             )
             seconds = (time.perf_counter() - began) / len(batch)
-            rewards = score_batch(reward, problems, [answer.text for answer in answers])
+            judged = _judge(reward, problems, [answer.text for answer in answers])
             ledger.append(
                 [
                     {
                         "index": problem.index,
                         "sample": sample,
-                        "reward": float(value),
+                        "reward": value,
+                        "verdict": verdict,
                         "finished": answer.finished,
                         "tokens": answer.tokens,
                         "seconds": round(seconds, 4),
                         "reference": problem.reference,
                         "response": answer.text,
                     }
-                    for (problem, sample), answer, value in zip(batch, answers, rewards, strict=True)
+                    for (problem, sample), answer, (value, verdict) in zip(batch, answers, judged, strict=True)
                 ]
             )
             report()
+
+
+def _judge(reward: RewardFunction, problems: Sequence[Problem], texts: Sequence[str]) -> list[tuple[float, str]]:
+    """Rewards, and how they came about."""
+    if isinstance(reward, MathVerifier):
+        return [(float(verdict.correct), verdict.status) for verdict in reward.judge(problems, texts)]
+    return [(float(value), "scored") for value in score_batch(reward, problems, texts)]
 
 
 @contextlib.contextmanager

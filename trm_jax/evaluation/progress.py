@@ -47,7 +47,9 @@ class EvaluationProgress:
     def __call__(self, task: str, rows: Sequence[Mapping[str, Any]], total: int) -> None:
         """Shows the state of a task."""
         tokens = sum(row["tokens"] for row in rows)
-        began, rows_then, tokens_then = self._began.setdefault(task, (self._clock(), len(rows), tokens))
+        if task not in self._began:
+            self._began[task] = (self._clock(), len(rows), tokens)
+        began, rows_then, tokens_then = self._began[task]
         parts = []
         if rows:
             parts.append(f"accuracy {sum(row['reward'] for row in rows) / len(rows):.1%}")

@@ -9,10 +9,11 @@ import numpy as np
 from flax import nnx
 
 from trm_jax.data import Problem, encode_prompts
+from trm_jax.evaluation import ask
 from trm_jax.rollout import RolloutNumerics, SamplingConfig
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.experiment import Experiment
-from trm_jax.train.sampling import decode_responses, make_engine
+from trm_jax.train.sampling import make_engine
 
 __all__ = ["Evaluator"]
 
@@ -59,6 +60,5 @@ class Evaluator:
     def __call__(self, params: nnx.State[Any, Any]) -> float:
         """The share of the problems that earn the full reward."""
         self._engine.update_weights(0, params)
-        rollout = self._engine.generate(self._prompts)
-        texts = decode_responses(self._experiment, rollout.response_tokens, rollout.response_mask)
+        texts = [answer.text for answer in ask(self._engine, self._prompts, self._experiment.tokenizer)]
         return float(np.mean(np.asarray(self._experiment.score(self._problems, texts)) >= 1.0))

@@ -6,19 +6,21 @@ memory and processor time, and its parent's patience, keep it from everything el
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
+import runpy
 import signal
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MEMORY_BYTES = 2**30
+_limits = runpy.run_path(str(Path(__file__).parents[2] / "process_limits.py"))  # an import would bring JAX along
+_GIBIBYTES = 1  # of address space
 
 
 class _Refused(Exception):
@@ -68,10 +70,10 @@ def main(cpu_seconds: int, max_chars: int) -> None:
     os.dup2(2, 1)
     environment = _environment()
     templates: dict[str, Any] = {}
-    _limit_memory()
+    _limits["limit_memory_and_core"](_GIBIBYTES)
     replies.write(json.dumps({"text": ""}) + "\n")
     for line in sys.stdin:
-        _limit_processor_time(cpu_seconds)
+        _limits["limit_processor_time"](cpu_seconds)
         replies.write(json.dumps(_answer(environment, templates, json.loads(line), max_chars)) + "\n")
 
 
@@ -92,26 +94,6 @@ def _answer(environment: Any, templates: dict[str, Any], request: dict[str, Any]
         return {"refused": str(error)}
     except (Exception, RecursionError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
-
-
-def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _limit_processor_time(seconds: int) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
-        resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
 if __name__ == "__main__":

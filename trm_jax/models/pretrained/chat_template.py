@@ -91,6 +91,7 @@ class _Renderer:
     def _start(self) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise ImportError("Chat templates need 'jinja2': pip install 'trm-jax[pretrained]'.")
+        self.stop()
         self._received, self._owner = b"", os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM), str(int(_SECONDS)), str(_MAX_CHARS)],

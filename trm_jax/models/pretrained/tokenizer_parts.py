@@ -140,10 +140,11 @@ def directory_parts(directory: str | Path) -> TokenizerParts:
         _json(root / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
     )
     named = {name: text for name in ("bos", "eos", "pad", "unk") if (text := _token(settings, f"{name}_token"))}
-    ids = {name: tokenizer.token_to_id(text) for name, text in named.items()}
-    if missing := [named[name] for name in ("bos", "eos", "pad") if name in ids and ids[name] is None]:
+    known = {name: tokenizer.token_to_id(text) for name, text in named.items()}
+    ids = {name: index for name, index in known.items() if index is not None}
+    if missing := [named[name] for name in ("bos", "eos", "pad") if name in known and name not in ids]:
         raise ValueError(f"{root / 'tokenizer_config.json'} names {missing[0]!r}, which {file} does not have.")
-    ends = {ids["eos"]} if "eos" in ids else set()
+    ends: set[int] = {ids["eos"]} if "eos" in ids else set()
     for source in (generation, model):
         value = source.get("eos_token_id")
         ends |= set(value if isinstance(value, list) else [] if value is None else [value])
@@ -156,13 +157,13 @@ def directory_parts(directory: str | Path) -> TokenizerParts:
         raise ValueError(f"{root}: none of the end tokens is among the {size} of the vocabulary.")
     probe = tokenizer.encode("", add_special_tokens=True).ids
     adds = bool(settings.get("add_bos_token", bool(probe)))
-    prefix = [ids["bos"]] if adds and ids.get("bos") is not None else []
+    prefix = [ids["bos"]] if adds and "bos" in ids else []
     return TokenizerParts(
         backend=backend,
         special_tokens=special,
         named={f"{name}_token": text for name, text in named.items()},
         eos_ids=frozenset(ends),
-        pad_id=ids["pad"] if "pad" in ids else min(ends),
+        pad_id=ids.get("pad", min(ends)),
         chat_template=_template(root, settings),
         prefix=prefix,
     )
