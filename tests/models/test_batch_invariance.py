@@ -68,18 +68,15 @@ def programs(model, compute):
 # At width 16 the plain arithmetic happens to agree with itself too; at 32 it does not (last test of this file).
 WIDE = {"d_model": 32, "d_ff": 48, "head_dim": 16}
 CASES = [
-    ("gqa", "float32"),
-    pytest.param("biased", "float32", marks=pytest.mark.slow),
-    pytest.param("shared", "float32", marks=pytest.mark.slow),
-    pytest.param("shared", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("latent", "float32", marks=pytest.mark.slow),
-    pytest.param("latent", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("gqa", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("moe", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("moe", "float32", marks=pytest.mark.slow),
+    *(("gqa", dtype) for dtype in ("float32", "bfloat16")),
+    *(("moe", dtype) for dtype in ("float32", "bfloat16")),
+    *(("shared", dtype) for dtype in ("float32", "bfloat16")),
+    *(("latent", dtype) for dtype in ("float32", "bfloat16")),
+    ("biased", "float32"),
 ]
 
 
+@pytest.mark.slow  # the default suite holds it end to end: train/test_architectures and rescore/test_zero_mismatch
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_every_program_gives_the_same_bits(build, kind, dtype):
     model = build(kind, **WIDE)

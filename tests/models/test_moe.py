@@ -152,3 +152,22 @@ def test_on_a_mesh_every_device_sorts_its_own_tokens(quick_jit):
     whole_cost, router = flops(lambda x: run(x, block, None), rows(4096)), 4096 * 2 * WIDTH * EXPERTS
     assert split_cost - router < 0.3 * (whole_cost - router)  # of one device in four, whose tiles are padded too
     assert odd_cost > 0.9 * whole_cost  # rows that do not divide are not split
+
+
+def test_bfloat16_experts_have_gradients_on_a_mesh(quick_jit):
+    """The sum of their gradients over one of a mesh's axes is what the CPU's compiler cannot make in bfloat16."""
+    x, readout = jnp.asarray(rows(48)), rows(48, seed=2)
+    block = {name: jnp.asarray(value, jnp.bfloat16) for name, value in parameters().items()}
+
+    def loss(block):
+        return jnp.sum(run(x, block, None) * readout)
+
+    expected = quick_jit(jax.grad(loss))(block)
+    with jax.set_mesh(make_mesh(data=2, tensor=2)):
+        found = quick_jit(jax.grad(loss))(block)
+    for name, grad in found.items():
+        assert grad.dtype == jnp.bfloat16
+        # Each is rounded to eight bits; near a rounding's edge, sums in another order go to the neighbour.
+        np.testing.assert_allclose(
+            np.asarray(grad, np.float32), np.asarray(expected[name], np.float32), rtol=2**-7, atol=1e-4, err_msg=name
+        )

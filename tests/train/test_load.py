@@ -330,6 +330,7 @@ def test_options_describe_every_field_and_a_default_config_can_be_made_of_them()
     by_key = {row[0]: row[1:3] for row in rows}
     assert by_key["optimizer.learning_rate"] == ("float", "0.0002")
     assert by_key["loss.kind"] == ("clipped | masked", "'clipped'")
+    assert by_key["model.experts"] == ("dense | blocked | ragged_dot | megablox | None", "None")
     assert by_key["correction.max_k2"] == ("float | None", "0.5")
 
 

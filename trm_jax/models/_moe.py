@@ -125,6 +125,8 @@ def _on_each_shard(run: Callable[..., Array], x: Array, chosen: Array, weights: 
     # Inside a caller's own shard_map the tokens are local already.
     if axis is None or kinds.get(axis) != AxisType.Auto or mesh.shape[axis] == 1 or x.shape[0] % mesh.shape[axis]:
         return run(x, chosen, weights, experts)
+    if jax.default_backend() == "cpu":  # whose compiler aborts on a bfloat16 sum over some of a mesh's axes
+        experts = jax.tree.map(lambda w: w.astype(jnp.float32) if w.dtype == jnp.bfloat16 else w, experts)
     split = PartitionSpec(axis)
     local: Callable[..., Array] = jax.shard_map(
         run,

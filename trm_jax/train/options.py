@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import types
 import typing
 from typing import Any, Literal
 
@@ -52,6 +53,8 @@ def describe_options() -> list[tuple[str, str, str, str]]:
 def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " | ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join("None" if part is type(None) else _type_name(part) for part in typing.get_args(hint))
     return re.sub(
         r"typing\.|<class '|'>", "", str(hint) if typing.get_origin(hint) else getattr(hint, "__name__", str(hint))
     )
