@@ -170,10 +170,12 @@ class _Sums(NamedTuple):
 
     def merged(self, units: Units) -> _Sums:
         """The eight sublanes as one, ``[1, tokens]``."""
-        tops = [jnp.max(side.top, axis=0, keepdims=True) for side in (self.policy, self.rollout)]
-        alike = self.about(*(jnp.broadcast_to(top, self.lost.shape) for top in tops), units)
-        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
-        return sums._replace(policy=sums.policy._replace(top=tops[0]), rollout=sums.rollout._replace(top=tops[1]))
+        shape = self.lost.shape
+        policy_top, rollout_top = (jnp.max(side.top, axis=0, keepdims=True) for side in (self.policy, self.rollout))
+        alike = self.about(jnp.broadcast_to(policy_top, shape), jnp.broadcast_to(rollout_top, shape), units)
+        sums: _Sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
+        policy, rollout = sums.policy._replace(top=policy_top), sums.rollout._replace(top=rollout_top)
+        return sums._replace(policy=policy, rollout=rollout)
 
 
 def _statistics_kernel(static: _Static, *refs: Any) -> None:
@@ -375,7 +377,9 @@ def divergence_statistics(
     logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[3])
     here = [local & (logit != -jnp.inf) for logit in logits]
     near = near_top(out[0], logits[0], units.unit) & near_top(out[3], logits[1], units.unit)
-    policy, rollout = (with_token(*out[3 * i : 3 * i + 3], logits[i], here[i], near, units.unit) for i in range(2))
+    policy, rollout = (
+        with_token(out[3 * i], out[3 * i + 1], out[3 * i + 2], logits[i], here[i], near, units.unit) for i in range(2)
+    )
     seen = [top > UNSEEN for top in tops]
     shift = jnp.where(seen[0] & seen[1], out[9], 0.0)
     reference = [jnp.where(part.top == -jnp.inf, 0.0, part.top) for part in (policy, rollout)]
