@@ -186,6 +186,12 @@ def test_head_gradient_of_many_tokens_is_summed_in_float32() -> None:
     np.testing.assert_array_equal(np.asarray(grad, np.float32), [[2048.0], [-2048.0]])  # 4096 · (1 - ½), 4096 · (-½)
 
 
+def test_a_traced_temperature_is_refused() -> None:
+    args = operands()
+    with pytest.raises((TypeError, ValueError), match=r"temperature"):
+        jax.jit(lambda t: ops.linear_logps(*args, temperature=t))(0.7)
+
+
 def test_by_hand() -> None:
     # z = [2, 0] / 0.5 = [4, 0]: logp = -log(1 + e^-4) = -0.0181499, H = 0.0900948 (p = .9820138)
     out = ops.linear_logps(jnp.array([[2.0]]), jnp.array([[1.0], [0.0]]), jnp.array([0]), temperature=0.5)
@@ -195,9 +201,28 @@ def test_by_hand() -> None:
 
 
 def test_no_tokens() -> None:
-    for implementation in ("reference", "chunked"):
-        out = ops.linear_logps(jnp.zeros((0, D)), jnp.zeros((V, D)), jnp.zeros(0, int), implementation=implementation)
+    for implementation in ("reference", "chunked", "pallas_tpu"):
+        options = {"implementation": implementation, "interpret": implementation == "pallas_tpu"}
+        out = ops.linear_logps(jnp.zeros((0, D)), jnp.zeros((V, D)), jnp.zeros(0, int), **options)
         assert out.logps.shape == (0,)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_ids_that_are_no_tokens_and_infinite_logits_are_nan(implementation: str) -> None:
+    hidden, head, tokens = operands()
+    padded = np.where(np.arange(N) % 3 == 0, -100, np.where(np.arange(N) % 3 == 1, V, tokens))
+    hidden[5] = np.inf  # row 5 keeps its token
+
+    def total(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logps = ops.linear_logps(h, w, padded, implementation=implementation, chunk_size=8).logps
+        counted = (np.arange(N) % 3 == 2) & (np.arange(N) != 5)
+        return jnp.sum(jnp.where(counted, logps, 0.0)), logps
+
+    gradients, logps = jax.grad(total, (0, 1), has_aux=True)(hidden, head)
+    np.testing.assert_array_equal(np.isnan(logps), (np.arange(N) % 3 != 2) | (np.arange(N) == 5))
+    np.testing.assert_array_equal(gradients[0][np.arange(N) % 3 != 2], 0.0)
+    if implementation == "chunked":  # the specification multiplies 0 by infinity
+        assert np.isfinite(gradients[1]).all()
 
 
 def test_second_call_does_not_recompile() -> None:
@@ -228,6 +253,7 @@ def test_full_logits_are_never_held() -> None:
         ({"implementation": "palas"}, (ValueError, TypeError), "palas"),
         ({"temperature": 0.0}, ValueError, "temperature must lie in"),
         ({"chunk_size": 0}, ValueError, "chunk_size must lie in"),
+        ({"head": np.zeros((0, D), np.float32)}, ValueError, "head must have a row for each token"),
         ({"support": np.zeros((N, 2), np.uint8)}, ValueError, r"support must be \[37, 13\]"),
         ({"tokens": np.zeros(3, int)}, (ValueError, TypeError), "tokens"),
         ({"head": np.zeros((V, D + 1), np.float32)}, (ValueError, TypeError), "head"),

@@ -27,24 +27,32 @@ def compiled(*cases: tuple[object, ...]) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
-@pytest.mark.parametrize("kernel", ["logps_statistics", "logps_gradients", "divergence_statistics", "divergence_tv"])
+@pytest.mark.parametrize(
+    ("kernel", "chip"),
+    [
+        ("logps_statistics", "v5e"),
+        ("logps_gradients", "v5p"),
+        ("divergence_statistics", "v6e"),
+        ("divergence_tv", "tpu7x"),
+    ],
+)
 def test_real_shape(kernel: str, chip: str) -> None:
-    (record,) = compiled((kernel, chip, 4096, 2048, 151_936))
+    """SmolLM2's, whose width is no multiple of 128; the larger ones are in ``experiments/tpu_aot``."""
+    (record,) = compiled((kernel, chip, 4096, 576, 49_152))
     assert "error" not in record, record
     assert record["temp_share_of_logits"] <= 0.01, record
+    assert record["temp_bytes"] <= 8 * 2**20, record  # a copy of the head would be 63 MB
     assert not record["has_logits_buffer"], record
 
 
 def test_options_and_ragged_shapes() -> None:
-    options = ("two_heads", "int8", "bias", "support", "soft_cap")
     records = compiled(
-        ("logps_statistics", "v4", 200, 4096, 1500),
         ("divergence_statistics", "v4", 200, 4096, 1500),
-        *(("divergence_statistics", "v6e", 300, 64, 1500, "bfloat16", option) for option in options),
-        *(("divergence_tv", "v5e", 1, 576, 1500, "float32", option) for option in options if option != "int8"),
-        *(("logps_gradients", "v5p", 300, 576, 1501, "bfloat16", option) for option in options[2:]),
-        ("logps_gradients", "v5e", 300, 100, 7, "float32"),
+        ("divergence_statistics", "v6e", 300, 64, 1500, "bfloat16", "int8"),
+        ("divergence_statistics", "tpu7x", 300, 64, 1500, "bfloat16", "bias"),
+        ("divergence_tv", "v5e", 1, 576, 1500, "float32", "support"),
+        ("logps_gradients", "v5p", 300, 576, 1501, "bfloat16", "support"),
+        ("logps_gradients", "v5e", 300, 100, 7, "float32", "soft_cap"),
     )
     assert [record for record in records if "error" in record] == []
-    assert len(records) == 15
+    assert len(records) == 6

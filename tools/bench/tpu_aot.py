@@ -3,9 +3,14 @@
     python tools/bench/tpu_aot.py --output experiments/tpu_aot/results.json
     python tools/bench/tpu_aot.py --chip v6e --model smollm2 --tokens 4096
 
+    python tools/bench/tpu_aot.py --sharded '["v5p:2x2x1", "pallas_tpu", "divergence", 4, 4096, 4096, 151936]'
+
 Needs libtpu. Each case is one kernel call compiled ahead of time; recorded are the bytes of temporaries in device
 memory (``memory_analysis``), their share of one float32 ``[N, V]`` array, and whether the program has a buffer of that
-size. The compiler refuses a kernel whose blocks do not fit the chip's vector memory: compiling is their test.
+size. The compiler refuses a kernel whose blocks do not fit the chip's vector memory: compiling is their test. A sharded
+case is a whole operator on a mesh of a topology's devices, the head's rows over one axis and tokens over the other;
+recorded are also the bytes of every collective's result. Results are added to the file, in place of earlier ones of the
+same case.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ import os
 os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_PLATFORMS="cpu")
 
 import argparse
+import importlib.metadata
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +33,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from trm_jax import ops
 from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics
 from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
@@ -58,6 +66,34 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     option: str = ""
 
+
+class Sharded(NamedTuple):
+    """One operator on a mesh.
+
+    Attributes:
+      topology: ``"v5p:2x2x1"``.
+      form: implementation, ``"pallas_tpu"`` or ``"chunked"``.
+      program: ``"logps"``, ``"gradient"`` (of the log-probs, in hidden states and head) or ``"divergence"``.
+      tensor: devices along the vocabulary.
+      tokens: of each device row.
+      width: D.
+      vocabulary: V.
+    """
+
+    topology: str
+    form: str
+    program: str
+    tensor: int = 4
+    tokens: int = 4096
+    width: int = 4096
+    vocabulary: int = 151_936
+
+
+SHARDED = [
+    Sharded(topology, "pallas_tpu", program)
+    for topology in ("v5p:2x2x1", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4")
+    for program in ("logps", "gradient", "divergence")
+]
 
 Spec = Callable[..., Any]
 
@@ -173,6 +209,64 @@ def compile_case(case: Case) -> dict[str, Any]:
     }
 
 
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "s8": 1, "pred": 1}
+_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+
+
+def collectives_of(text: str) -> dict[str, list[int]]:
+    """Bytes of every collective's result in optimised HLO, by kind; an instruction in a loop counts once."""
+    found: dict[str, list[int]] = {}
+    for line in text.splitlines():
+        if match := re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(", line):
+            sizes = [
+                _BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+                for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            ]
+            found.setdefault(match[2], []).append(sum(sizes))
+    return found
+
+
+def compile_sharded(case: Sharded) -> dict[str, Any]:
+    """Compiles one operator for all devices of a topology."""
+    devices: Any = np.asarray(topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices)
+    mesh = Mesh(devices.reshape(-1, case.tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    n = case.tokens * mesh.shape["data"]
+    options: Any = dict(implementation=case.form, mesh=mesh, vocab_axis="tensor", token_axis="data")
+
+    def spec(shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(axis)))
+
+    h, w = spec((n, case.width), jnp.bfloat16, "data"), spec((case.vocabulary, case.width), jnp.bfloat16, "tensor")
+    y = spec((n,), jnp.int32, "data")
+
+    def logps(h: Any, w: Any, y: Any) -> Any:
+        return ops.linear_logps(h, w, y, **options)
+
+    def gradient(h: Any, w: Any, y: Any) -> Any:
+        return jax.grad(lambda h, w: jnp.sum(logps(h, w, y).logps), (0, 1))(h, w)
+
+    def divergence(h: Any, w: Any, y: Any, r: Any) -> Any:
+        return ops.linear_vocab_divergence(h, w, r, w, y, **options)
+
+    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "logps": (logps, (h, w, y)),
+        "gradient": (gradient, (h, w, y)),
+        "divergence": (divergence, (h, w, y, h)),
+    }
+    function, args = programs[case.program]
+    start = time.perf_counter()
+    compiled = jax.jit(function).lower(*args).compile()
+    memory: Any = compiled.memory_analysis()
+    found = collectives_of(compiled.as_text() or "")
+    return case._asdict() | {
+        "devices": devices.size,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "collectives": found,
+        "bytes_per_token": sum(map(sum, found.values())) / case.tokens,
+        "compile_seconds": round(time.perf_counter() - start, 1),
+    }
+
+
 def matrix(chips: list[str], models: list[str], tokens: list[int]) -> Iterator[Case]:
     """Every kernel, chip, model and token count; the options once a chip, at the smallest width."""
     for chip in chips:
@@ -194,25 +288,36 @@ def matrix(chips: list[str], models: list[str], tokens: list[int]) -> Iterator[C
 
 
 def main() -> None:
-    """One line a case; the file is written after each, so that an interrupted run keeps what it has."""
+    """One line a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", action="append", choices=list(TOPOLOGIES))
     parser.add_argument("--model", action="append", choices=list(MODELS))
     parser.add_argument("--tokens", action="append", type=int)
     parser.add_argument("--case", action="append", help='one case as JSON: ["logps_statistics", "v5e", 1, 64, 7]')
+    parser.add_argument("--sharded", action="append", help="one sharded case as JSON, the fields of Sharded in order")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    cases = [Case(*json.loads(text)) for text in args.case or ()] or list(
-        matrix(args.chip or list(TOPOLOGIES), args.model or list(MODELS), args.tokens or list(TOKENS))
-    )
-    results: list[dict[str, Any]] = []
+    cases: list[Case | Sharded] = [Case(*json.loads(text)) for text in args.case or ()]
+    cases += [Sharded(*json.loads(text)) for text in args.sharded or ()]
+    if not cases:
+        chips, models = args.chip or list(TOPOLOGIES), args.model or list(MODELS)
+        cases += matrix(chips, models, args.tokens or list(TOKENS))
+        if not (args.chip or args.model or args.tokens):
+            cases += SHARDED
     for case in cases:
-        results.append(compile_case(case))
-        print(json.dumps(results[-1]), flush=True)
+        record = compile_case(case) if isinstance(case, Case) else compile_sharded(case)
+        print(json.dumps(record), flush=True)
         if args.output:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            versions = {"jax": jax.__version__}
-            args.output.write_text(json.dumps({"versions": versions, "results": results}, indent=1) + "\n")
+            add_to(args.output, case, record)
+
+
+def add_to(output: Path, case: Case | Sharded, record: dict[str, Any]) -> None:
+    """Writes the file after each case, so that an interrupted run keeps what it has."""
+    kept = json.loads(output.read_text())["results"] if output.exists() else []
+    kept = [old for old in kept if any(old.get(k) != v for k, v in case._asdict().items())]
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"versions": versions, "results": [*kept, record]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

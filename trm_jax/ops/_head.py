@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from trm_jax.checks import in_range
 from trm_jax.numerics import AnyArray
@@ -19,6 +19,7 @@ __all__ = [
     "check_scaling",
     "finish_logits",
     "head_logits",
+    "legal_tokens",
     "product_precision",
 ]
 
@@ -67,6 +68,8 @@ def check_operands(
             f"{role}hidden must be [N, D] and {role}head [V, D] (rows are tokens), given {list(hidden.shape)} and "
             f"{list(head.shape)}: flatten leading axes, transpose a [D, V] head"
         )
+    if head.shape[0] == 0:
+        raise ValueError(f"{role}head must have a row for each token, given {list(head.shape)}: pass the whole head")
     if tuple(tokens.shape) != (hidden.shape[0],):
         raise ValueError(
             f"tokens must be [{hidden.shape[0]}], one for each row of {role}hidden, given {list(tokens.shape)}"
@@ -89,6 +92,13 @@ def check_operands(
         )
 
 
+def legal_tokens(tokens: Int[AnyArray, " N"], vocabulary: int) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+    """Tokens in ``[0, vocabulary)``, the others replaced by 0, and which they are."""
+    y = jnp.asarray(tokens)
+    legal = (y >= 0) & (y < vocabulary)
+    return jnp.where(legal, y, 0), legal
+
+
 def _is_float(array: AnyArray) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
@@ -98,7 +108,14 @@ def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: 
 
     Raises:
       ValueError: one of them out of range.
+      TypeError: one of them traced.
     """
+    for name, value in (("temperature", temperature), ("logit_soft_cap", logit_soft_cap), ("chunk_size", chunk_size)):
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"{name} is compiled into the program and must be a number, given a traced value: close over it or "
+                "name it in static_argnames of jax.jit"
+            )
     in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
     in_range("logit_soft_cap", logit_soft_cap, low=0.0, low_open=True, high_open=True)
     in_range("chunk_size", chunk_size, low=1)

@@ -55,6 +55,7 @@ def softmax_of_rows(
     deterministic rows keep their relative accuracy.
     """
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
+    top = jnp.where(top == jnp.inf, jnp.nan, top)  # a softmax with an infinite logit is none
     empty = top == -jnp.inf
     finite_top = jnp.where(empty, 0.0, top)
     at_top = logits == finite_top[:, None]

@@ -14,7 +14,7 @@ from trm_jax.ops._dispatch import (
     platform_of,
     rows_at_once,
 )
-from trm_jax.ops._head import Head, check_operands, check_scaling
+from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
 from trm_jax.ops._sharding import layout_of
 from trm_jax.ops.linear_logps._fused import Plan, linear_logps_fused
 from trm_jax.ops.linear_logps._reference import linear_logps_reference
@@ -54,7 +54,7 @@ def linear_logps(
     Args:
       hidden: ``[N, D]`` final hidden states, float32 or bfloat16.
       head: ``[V, D]`` row-major, as Hugging Face stores ``lm_head`` and tied embeddings.
-      tokens: ``[N]`` ids in ``[0, V)``.
+      tokens: ``[N]`` ids in ``[0, V)``; another id, as padding has, gets a NaN log-prob and no gradient of it.
       temperature: positive, static.
       logit_soft_cap: positive, static; None for none.
       bias: ``[V]`` added to the logits before the cap; ``-inf`` takes a token (a padding row of the head, say) out of
@@ -76,7 +76,7 @@ def linear_logps(
 
     Raises:
       ValueError: on shapes, axes, or a temperature, cap or chunk size out of range.
-      TypeError: on a head that is not floating point.
+      TypeError: on a head that is not floating point, or a traced temperature, cap or chunk size.
       NotImplementedError: on a kernel that does not run on this platform or with these options.
 
     >>> import numpy as np
@@ -88,14 +88,17 @@ def linear_logps(
     scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
     layout = layout_of(mesh, vocab_axis, token_axis)
     chosen = choose_implementation("linear_logps", implementation, mesh=mesh, interpret=interpret)
-    h, y = jnp.asarray(hidden), jnp.asarray(tokens)
+    if tokens.shape[0] == 0 and chosen == "pallas_tpu":
+        chosen = "chunked"  # nothing to run a kernel on
+    h, (y, legal) = jnp.asarray(hidden), legal_tokens(tokens, head.shape[0])
     w = Head(jnp.asarray(head), None, None if bias is None else jnp.asarray(bias))
     bits = None if support is None else jnp.asarray(support)
+    out: LinearLogps
     if chosen == "reference":
-        return linear_logps_reference(h, w, y, bits, scaling)
-    platform = platform_of(mesh)
-    size = chunk_size or default_chunk_size(platform)
-    out: LinearLogps = linear_logps_fused(
-        Plan(chosen, scaling, layout, int(size), rows_at_once(platform), interpret), h, w, y, bits
-    )
-    return out
+        out = linear_logps_reference(h, w, y, bits, scaling)
+    else:
+        platform = platform_of(mesh)
+        size = int(chunk_size or default_chunk_size(platform))
+        plan = Plan(chosen, scaling, layout, size, rows_at_once(platform), interpret)
+        out = linear_logps_fused(plan, h, w, y, bits)
+    return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))

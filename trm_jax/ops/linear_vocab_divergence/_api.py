@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Int8, UInt8
@@ -15,7 +17,7 @@ from trm_jax.ops._dispatch import (
     platform_of,
     rows_at_once,
 )
-from trm_jax.ops._head import Head, check_operands, check_scaling
+from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
 from trm_jax.ops._sharding import layout_of
 from trm_jax.ops.linear_vocab_divergence._fused import Plan, linear_vocab_divergence_fused
 from trm_jax.ops.linear_vocab_divergence._reference import linear_vocab_divergence_reference
@@ -52,7 +54,7 @@ def linear_vocab_divergence(
     for the gradient; ``linear_logps`` is the differentiable one. A KL of 1e-7 keeps 1% relative accuracy.
 
     Without a mesh the chunked form follows the shardings of its operands as the compiler sees fit. With one, each
-    device holds its rows of the heads and its tokens, and what travels is about 60 bytes a token of statistics.
+    device holds its rows of the heads and its tokens, and what travels is 52 to 60 bytes a token of statistics.
 
     Args:
       policy_hidden: ``[N, D]`` hidden states of the training model, float32 or bfloat16.
@@ -60,7 +62,8 @@ def linear_vocab_divergence(
       rollout_hidden: ``[N, D]`` hidden states from which the engine sampled (another width is allowed).
       rollout_head: ``[V, D]`` the engine's head: float32, bfloat16, or int8 with its scale, which is then widened some
         thousand rows at a time.
-      tokens: ``[N]`` sampled ids in ``[0, V)``.
+      tokens: ``[N]`` sampled ids in ``[0, V)``; another id, as padding has, gets NaN log-probs. Divergences do not
+        depend on the token.
       temperature: positive, static; of both policies.
       logit_soft_cap: positive, static; of both policies; None for none.
       policy_bias: ``[V]`` added to the policy's logits before the cap; ``-inf`` takes a token (a padding row of the
@@ -85,7 +88,7 @@ def linear_vocab_divergence(
 
     Raises:
       ValueError: on shapes, axes, or a temperature, cap or chunk size out of range.
-      TypeError: on an int8 head without its scale.
+      TypeError: on an int8 head without its scale, or a traced temperature, cap or chunk size.
       NotImplementedError: on a kernel that does not run on this platform or with these options.
 
     >>> import numpy as np
@@ -107,6 +110,8 @@ def linear_vocab_divergence(
     scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
     layout = layout_of(mesh, vocab_axis, token_axis)
     chosen = choose_implementation("linear_vocab_divergence", implementation, mesh=mesh, interpret=interpret)
+    if tokens.shape[0] == 0 and chosen == "pallas_tpu":
+        chosen = "chunked"  # nothing to run a kernel on
 
     def constant(x: AnyArray) -> jax.Array:
         out: jax.Array = jax.lax.stop_gradient(jnp.asarray(x))
@@ -115,14 +120,22 @@ def linear_vocab_divergence(
     def head(weight: AnyArray, scale: AnyArray | None, bias: AnyArray | None) -> Head:
         return Head(constant(weight), *(None if x is None else constant(x) for x in (scale, bias)))
 
-    hp, hr, y = constant(policy_hidden), constant(rollout_hidden), jnp.asarray(tokens)
+    hp, hr = constant(policy_hidden), constant(rollout_hidden)
+    y, legal = legal_tokens(tokens, policy_head.shape[0])
     wp, wr = head(policy_head, None, policy_bias), head(rollout_head, rollout_head_scale, rollout_bias)
     bits = None if support is None else jnp.asarray(support)
+    out: VocabDivergence
     if chosen == "reference":
-        return linear_vocab_divergence_reference(hp, wp, hr, wr, y, bits, scaling=scaling, with_tv=with_tv)
+        out = linear_vocab_divergence_reference(hp, wp, hr, wr, y, bits, scaling=scaling, with_tv=with_tv)
+        return _where_legal(out, legal)
     shared = policy_head is rollout_head and policy_bias is rollout_bias
     platform = platform_of(mesh)
     size = int(chunk_size or default_chunk_size(platform))
     plan = Plan(chosen, scaling, with_tv, layout, size, rows_at_once(platform), interpret)
-    out: VocabDivergence = linear_vocab_divergence_fused(plan, hp, hr, (wp,) if shared else (wp, wr), y, bits)
-    return out
+    out = linear_vocab_divergence_fused(plan, hp, hr, (wp,) if shared else (wp, wr), y, bits)
+    return _where_legal(out, legal)
+
+
+def _where_legal(out: VocabDivergence, legal: jax.Array) -> VocabDivergence:
+    logps = (jnp.where(legal, x, jnp.nan) for x in (out.policy_logps, out.rollout_logps))
+    return dataclasses.replace(out, **dict(zip(("policy_logps", "rollout_logps"), logps, strict=True)))

@@ -2,7 +2,8 @@
 
 First sweep, with ``x = (z_θ - z_roll) - (top_θ - top_roll)`` of the running tops: beside each policy's online softmax
 it sums ``E_roll[x]`` and the curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series
-for small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise: no third exponential. A new top
+for small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
+exponential. A new top
 moves both sums exactly, so that they end about the most likely token. Second sweep: ``½ Σ π_roll |expm1(x -
 normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
 
@@ -50,13 +51,18 @@ from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks, held_
 
 __all__ = ["divergence_statistics", "divergence_tv"]
 
-_SMALL = 1 / 16
-"""Below it ``expm1(x) - x`` is two terms of its series, exact to 2e-4 of it; above, differences of weights are."""
-_HALF = 0.5 * (1.0 + _SMALL**2 / 24)
-"""Halves the largest error of those two terms."""
+_ROUNDING = 2e-6
+"""Above what rounding makes of ``w_θ - w_roll (1 + x)``, in units of ``w_roll``.
+
+``x²/2 + x³/6`` never exceeds ``expm1(x) - x``, and neither does the difference less this: the larger of them is at most
+6e-4 below, most where they meet, at ``|x| = 0.08``.
+"""
 
 _TINY = 1 / 32
-"""The same for the two terms of ``expm1`` that the second sweep takes: 2e-4 of a term, at most."""
+"""Below it the second sweep takes two terms of ``expm1``, exact to 2e-4 of it; above, ``π_θ - π_roll``."""
+
+_NEAR = 1.0
+"""Below it the sampled token takes ``expm1``."""
 
 _SUMS = 9  # the leaves of ``_Sums``
 
@@ -164,10 +170,12 @@ class _Sums(NamedTuple):
 
     def merged(self, units: Units) -> _Sums:
         """The eight sublanes as one, ``[1, tokens]``."""
-        tops = [jnp.max(side.top, axis=0, keepdims=True) for side in (self.policy, self.rollout)]
-        alike = self.about(*(jnp.broadcast_to(top, self.lost.shape) for top in tops), units)
-        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
-        return sums._replace(policy=sums.policy._replace(top=tops[0]), rollout=sums.rollout._replace(top=tops[1]))
+        shape = self.lost.shape
+        policy_top, rollout_top = (jnp.max(side.top, axis=0, keepdims=True) for side in (self.policy, self.rollout))
+        alike = self.about(jnp.broadcast_to(policy_top, shape), jnp.broadcast_to(rollout_top, shape), units)
+        sums: _Sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
+        policy, rollout = sums.policy._replace(top=policy_top), sums.rollout._replace(top=rollout_top)
+        return sums._replace(policy=policy, rollout=rollout)
 
 
 def _statistics_kernel(static: _Static, *refs: Any) -> None:
@@ -200,8 +208,8 @@ def _statistics_kernel(static: _Static, *refs: Any) -> None:
                 rows[8] += jnp.sum(absent, axis=0)
                 x = jnp.where(absent > 0, 0.0, x)
             vx = v * x
-            series = vx * x * (_HALF + x * (1 / 6))
-            curvature = jnp.where(jnp.abs(x) < _SMALL, series, w - (v + vx))
+            series = vx * x * (0.5 + x * (1 / 6))
+            curvature = jnp.maximum(series, w - v * (x + (1.0 + _ROUNDING)))
             for i, value in ((1, w), (2, w * t_gap), (4, v), (5, v * r_gap), (6, curvature), (7, vx)):
                 rows[i] += jnp.sum(value, axis=0)
             yield
@@ -369,7 +377,9 @@ def divergence_statistics(
     logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[3])
     here = [local & (logit != -jnp.inf) for logit in logits]
     near = near_top(out[0], logits[0], units.unit) & near_top(out[3], logits[1], units.unit)
-    policy, rollout = (with_token(*out[3 * i : 3 * i + 3], logits[i], here[i], near, units.unit) for i in range(2))
+    policy, rollout = (
+        with_token(out[3 * i], out[3 * i + 1], out[3 * i + 2], logits[i], here[i], near, units.unit) for i in range(2)
+    )
     seen = [top > UNSEEN for top in tops]
     shift = jnp.where(seen[0] & seen[1], out[9], 0.0)
     reference = [jnp.where(part.top == -jnp.inf, 0.0, part.top) for part in (policy, rollout)]
@@ -438,5 +448,5 @@ def divergence_tv(
     p, q = jnp.exp(policy_token_logit - lse_policy), jnp.exp(rollout_token_logit - lse_rollout)
     both = (policy_token_logit != -jnp.inf) & (rollout_token_logit != -jnp.inf)
     d = jnp.where(both, difference_of(policy_token_logit, rollout_token_logit) - shift - normaliser, jnp.inf)
-    own = jnp.where(jnp.abs(d) < _SMALL, q * jnp.abs(jnp.expm1(jnp.where(jnp.isinf(d), 0.0, d))), jnp.abs(p - q))
+    own = jnp.where(jnp.abs(d) < _NEAR, q * jnp.abs(jnp.expm1(jnp.where(jnp.isinf(d), 0.0, d))), jnp.abs(p - q))
     return out + jnp.where(local, 0.5 * own, 0.0)
