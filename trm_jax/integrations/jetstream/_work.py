@@ -63,7 +63,7 @@ class Work(_ACTIVE):  # type: ignore[misc]
             self.on_end(self)
 
     def fail(self, failure: Failure) -> bool:
-        """Ends the work, unless it has ended; whether it did. Its slots are freed when the driver next looks at them."""
+        """Ends the work; False when it had ended. Its slots are freed when the driver next looks at them."""
         with self._lock:
             if self.ended:
                 return False
