@@ -124,7 +124,7 @@ def test_a_server_killed_in_a_batch_costs_no_sample_and_doubles_none(file, tmp_p
         end(process)
         assert not found
         process, _ = start(file, *options)
-        thread.join(timeout=300)
+        thread.join(timeout=600)
         assert found, "the batch did not end after the restart"
         mask = np.asarray(expected.response_mask)
         np.testing.assert_array_equal(found[0].response_mask, mask)
