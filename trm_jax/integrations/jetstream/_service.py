@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 import prometheus_client
 
-from trm_jax.integrations.jetstream._driver import QueueFull, RolloutDriver, Unavailable
+from trm_jax.integrations.jetstream._driver import RolloutDriver
 from trm_jax.integrations.jetstream._metrics import metrics_text
+from trm_jax.integrations.jetstream._state import QueueFull, Unavailable
 from trm_jax.integrations.jetstream._work import Failure, Work
 from trm_jax.serve import (
     Completion,
