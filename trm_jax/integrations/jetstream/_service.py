@@ -114,10 +114,10 @@ class RolloutService:
             await context.abort(_Code.RESOURCE_EXHAUSTED, str(error))
         except Unavailable as error:
             await context.abort(_Code.UNAVAILABLE, str(error))
-        await context.send_initial_metadata(((wire.ACCEPTED, "1"),))
         text = _TextStream(self._tokenizer) if stock and message.HasField("text_content") else None
         left = len(request.seeds)
         try:
+            await context.send_initial_metadata(((wire.ACCEPTED, "1"),))
             while left:
                 piece = await pieces.get()
                 if isinstance(piece, Failure):
