@@ -257,8 +257,8 @@ class Serve:
             print(f"serving on {server.target}", flush=True)
             while not stop():
                 if not server.wait(0.2):
-                    print(f"trm-jax: the server gave up: {server.failure}", file=sys.stderr)
-                    return _FAILED
+                    print(f"trm-jax: the server gave up: {server.failure}", file=sys.stderr, flush=True)
+                    os._exit(_FAILED)  # an orderly end would wait for the thread that does not answer
         return 0
 
 

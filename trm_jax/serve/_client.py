@@ -170,8 +170,8 @@ class RolloutClient:
     async def _samples(self, request: SampleRequest, accepted: asyncio.Event) -> list[Completion]:
         pieces: dict[int, list[Completion]] = {i: [] for i in range(len(request.seeds))}
         call = self._generate(wire.to_message(request), metadata=self._metadata)
-        await call.initial_metadata()
-        accepted.set()
+        if any(key == wire.ACCEPTED for key, _ in await call.initial_metadata()):  # a refusal has metadata too
+            accepted.set()
         async for reply in call:
             for sample in reply.stream_content.samples:
                 piece = wire.completion_of(sample)

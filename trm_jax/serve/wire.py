@@ -17,6 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from trm_jax.serve._requests import Completion, SampleRequest, SamplingOptions
 
 __all__ = [
+    "ACCEPTED",
     "ORCHESTRATOR",
     "SERVICE",
     "DecodeRequest",
@@ -34,6 +35,8 @@ __all__ = [
 
 ORCHESTRATOR = "jetstream_proto.Orchestrator"
 SERVICE = "trm_jax.Rollouts"
+ACCEPTED = "trm-jax-accepted"
+"""Initial metadata of a request that was taken: by it a client tells being served from being refused."""
 
 _TYPES = {"int32": 5, "uint32": 13, "uint64": 4, "double": 1, "bool": 8, "string": 9, "bytes": 12}
 _PATH = ".jetstream_proto.DecodeResponse.StreamContent"

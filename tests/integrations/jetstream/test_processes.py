@@ -18,7 +18,7 @@ from flax import nnx
 
 from trm_jax import cli
 from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig
-from trm_jax.serve import Connection, RemoteEngine, RolloutClient, SampleRequest
+from trm_jax.serve import Connection, RemoteEngine, RolloutClient, SampleRequest, ServingError
 from trm_jax.train import load_config, open_experiment
 from trm_jax.types import PromptBatch
 
@@ -124,7 +124,7 @@ def test_a_server_killed_in_a_batch_costs_no_sample_and_doubles_none(file, tmp_p
         end(process)
         assert not found
         process, _ = start(file, *options)
-        thread.join(timeout=300)
+        thread.join(timeout=600)
         assert found, "the batch did not end after the restart"
         mask = np.asarray(expected.response_mask)
         np.testing.assert_array_equal(found[0].response_mask, mask)
@@ -188,6 +188,19 @@ def test_a_wrong_command_is_refused_in_one_line_before_anything_starts(file, cap
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_ends_its_requests_and_itself(file):
+    """The first decode call compiles, which takes longer than this server may."""
+    process, target = start(file, "--stall-seconds", "0.05")
+    try:
+        with RolloutClient(Connection(target=target, patience=0)) as client:
+            with pytest.raises(ServingError, match="no decode call returned for 0.05 s"):
+                client.generate([SampleRequest(prompt=[1, 2], seeds=[0], max_tokens=4)])
+        assert process.wait(timeout=300) == 1
+    finally:
+        end(process)
 
 
 @pytest.mark.slow

@@ -13,84 +13,24 @@ Kept: its queues, slots, threads, and how they hand requests on. Changed, each f
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 import threading
 import time
 from collections import deque
 from typing import Any
 
-import numpy as np
-
-from trm_jax.integrations.jetstream._engine import PolicyBox, RolloutEngine, RolloutTokens
+from trm_jax.integrations.jetstream._delivery import deliver
+from trm_jax.integrations.jetstream._engine import PolicyBox, RolloutEngine
 from trm_jax.integrations.jetstream._library import jetstream
+from trm_jax.integrations.jetstream._state import Counters, Health, QueueFull, Unavailable, Update
 from trm_jax.integrations.jetstream._work import Failure, Prefilled, Sample, Work
-from trm_jax.serve import Columns, FinishReason, PolicyWeights, Prefix
+from trm_jax.serve import PolicyWeights, Prefix
 
-__all__ = ["Counters", "Health", "QueueFull", "RolloutDriver", "Unavailable"]
+__all__ = ["RolloutDriver"]
 
 _DRIVER: Any = jetstream().orchestrator.Driver
 _MOST_FAILURES = 3
 _RUN_AHEAD = 2  # chunks; the stock driver lets 8 steps run ahead of the host
-
-
-class QueueFull(RuntimeError):
-    """As many requests wait as may; try again later."""
-
-
-class Unavailable(RuntimeError):
-    """The driver is dead or stopping and takes no requests."""
-
-
-@dataclasses.dataclass
-class Counters:
-    """Totals since the start; read without a lock.
-
-    Attributes:
-      tokens: sampled for requests.
-      chunks: decode calls.
-      prefills: prefill calls.
-      finished: requests answered in full.
-      failed: requests ended by a fault.
-      cancelled: requests whose client went away.
-      refused: requests that found the queue full.
-      restarts: times a thread went on after an exception.
-      updates: weights taken.
-    """
-
-    tokens: int = 0
-    chunks: int = 0
-    prefills: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    restarts: int = 0
-    updates: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Health:
-    """What the driver says of itself.
-
-    Attributes:
-      live: whether requests are being answered.
-      reason: why not, or an empty string.
-      queue_depth: requests that wait for their prefill.
-      slots_busy: slots that decode.
-    """
-
-    live: bool
-    reason: str
-    queue_depth: int
-    slots_busy: int
-
-
-@dataclasses.dataclass
-class _Update:
-    policy: PolicyWeights
-    finish_first: bool
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 class RolloutDriver(_DRIVER):  # type: ignore[misc]
@@ -112,7 +52,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         self._version = int(policy.version)
         self._stall_seconds = stall_seconds
         self._dead = ""
-        self._update: _Update | None = None
+        self._update: Update | None = None
         self._update_lock, self._swap_lock = threading.Lock(), threading.Lock()
         self._outstanding: set[Work] = set()
         self._outstanding_lock = threading.Lock()
@@ -163,7 +103,8 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         try:
             self.place_request_on_prefill_queue(work)
         except queue.Full:
-            self._ended(work)
+            with self._outstanding_lock:
+                self._outstanding.discard(work)
             self.counters.refused += 1
             raise QueueFull(
                 f"{self._prefill_backlog.maxsize} requests wait already; try again later, or raise queue_limit."
@@ -182,7 +123,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
           Unavailable: the driver is dead, or the change did not come in time; it is then withdrawn.
         """
         with self._update_lock:
-            update = _Update(policy, finish_first)
+            update = Update(policy, finish_first)
             self._update = update
             deadline = None if timeout is None else time.monotonic() + timeout
             while not update.done.wait(0.05):
@@ -224,24 +165,25 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         super().stop()
 
     def _ended(self, work: Work) -> None:
-        with self._outstanding_lock:
+        with self._outstanding_lock:  # any thread may end a request
             self._outstanding.discard(work)
+            kind = "finished" if work.failure is None else work.failure.kind
+            self.counters.finished += kind == "finished"
+            self.counters.cancelled += kind == "cancelled"
+            self.counters.failed += kind not in ("finished", "cancelled")
+
+    def _count_tokens(self, count: int) -> None:
+        self.counters.tokens += count
 
     def _fail_all(self, failure: Failure) -> None:
         with self._outstanding_lock:
             works = list(self._outstanding)
         for work in works:
-            self._fail(work, failure)
-
-    def _fail(self, work: Work, failure: Failure) -> None:
-        if work.fail(failure):
-            with self._outstanding_lock:  # any thread may end a request
-                self.counters.failed += failure.kind != "cancelled"
-                self.counters.cancelled += failure.kind == "cancelled"
+            work.fail(failure)
 
     def cancel(self, work: Work) -> None:
         """Ends a request whose client is gone."""
-        self._fail(work, Failure(kind="cancelled", message="the client cancelled the request"))
+        work.fail(Failure(kind="cancelled", message="the client cancelled the request"))
 
     # ---- prefill thread
 
@@ -277,7 +219,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         self.counters.restarts += 1
         failure = Failure(kind="internal", message=f"{what} failed: {type(error).__name__}: {error}")
         for work in works:
-            self._fail(work, failure)
+            work.fail(failure)
 
     # ---- generate thread
 
@@ -417,7 +359,8 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             try:
                 if kind == "failed":
                     raise value
-                freed = self._deliver(value, running)
+                freed = deliver(value.chunk, running, self._engine.slots, self._count_tokens)
+                self.counters.chunks += 1
                 self._failures = 0
             except BaseException as error:
                 if kind != "failed":
@@ -428,38 +371,3 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             for slot in freed:
                 del running[slot]
                 slots.put_nowait(slot)
-
-    def _deliver(self, result: RolloutTokens, running: dict[int, Sample]) -> list[int]:
-        """Hands a chunk's tokens to their samples; the slots that are free now."""
-        chunk = result.chunk
-        assert chunk is not None
-        columns = Columns.of(np.asarray(chunk.data))
-        counts = columns.valid.sum(axis=1).tolist()
-        finite = np.isfinite(columns.logps) | (columns.valid == 0)
-        sound, alive = finite.all(axis=1).tolist(), columns.alive.tolist()
-        wanted = [sample.work.request for sample in running.values()]
-        states = lse = kept = None
-        if any(request.hidden for request in wanted):
-            states, lse = np.asarray(chunk.hidden), np.asarray(chunk.logsumexp)
-        if any(request.sampling.cuts for request in wanted):
-            kept = np.asarray(chunk.support)
-        self.counters.chunks += 1
-        vocab, eos, freed = self._engine.slots.shape.vocab_size, self._engine.slots.eos_ids, []
-        for slot, sample in running.items():
-            count = counts[slot]
-            if not sample.work.ended and not sound[slot]:
-                message = f"the log-prob of a sampled token is not finite under policy version {columns.versions[slot]}"
-                self._fail(sample.work, Failure(kind="internal", message=message))
-            if sample.work.ended:
-                freed.append(slot)
-                continue
-            self.counters.tokens += count
-            sample.take(columns, slot, count, (states, lse, kept))
-            if not alive[slot]:
-                finish: FinishReason = "stop" if int(columns.tokens[slot, count - 1]) in eos else "length"
-                sample.work.send(sample.flush(finish, vocab))
-                self.counters.finished += sample.work.ended
-                freed.append(slot)
-            elif sample.due():
-                sample.work.send(sample.flush("", vocab))
-        return freed

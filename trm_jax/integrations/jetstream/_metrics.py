@@ -9,7 +9,8 @@ from typing import Any
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from trm_jax.integrations.jetstream._driver import Counters, RolloutDriver
+from trm_jax.integrations.jetstream._driver import RolloutDriver
+from trm_jax.integrations.jetstream._state import Counters
 
 __all__ = ["make_registry", "metrics_text"]
 

@@ -132,9 +132,7 @@ class RolloutServer:
         self._watchdog.join()
         self.driver.stop()  # first: it ends every request, so that nothing is left for gRPC to wait for
         asyncio.run_coroutine_threadsafe(self._server.stop(grace=1.0), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._end_loop()
         if self._metrics is not None:
             http, thread = self._metrics
             http.shutdown()
@@ -181,9 +179,13 @@ class RolloutServer:
                     self._options.metrics_port, addr="127.0.0.1", registry=registry
                 )
         except BaseException:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._end_loop()
             raise
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     async def _listen(self, service: RolloutService) -> None:
         token = self._access.token()

@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 import prometheus_client
 
-from trm_jax.integrations.jetstream._driver import QueueFull, RolloutDriver, Unavailable
+from trm_jax.integrations.jetstream._driver import RolloutDriver
 from trm_jax.integrations.jetstream._metrics import metrics_text
+from trm_jax.integrations.jetstream._state import QueueFull, Unavailable
 from trm_jax.integrations.jetstream._work import Failure, Work
 from trm_jax.serve import (
     Completion,
@@ -113,10 +114,10 @@ class RolloutService:
             await context.abort(_Code.RESOURCE_EXHAUSTED, str(error))
         except Unavailable as error:
             await context.abort(_Code.UNAVAILABLE, str(error))
-        await context.send_initial_metadata(())  # accepted: a client tells waiting from being served by it
         text = _TextStream(self._tokenizer) if stock and message.HasField("text_content") else None
         left = len(request.seeds)
         try:
+            await context.send_initial_metadata(((wire.ACCEPTED, "1"),))
             while left:
                 piece = await pieces.get()
                 if isinstance(piece, Failure):

@@ -49,6 +49,7 @@ class Work(_ACTIVE):  # type: ignore[misc]
         self._left = len(self.samples)
         self._lock = threading.Lock()
         self.ended = False
+        self.failure: Failure | None = None
         self.on_end: Callable[[Work], None] = lambda work: None
 
     def send(self, completion: Completion) -> None:
@@ -57,20 +58,19 @@ class Work(_ACTIVE):  # type: ignore[misc]
             if self.ended:
                 return
             self._left -= completion.finish != ""
-            self.ended = self._left == 0
+            last = self.ended = self._left == 0
+        if last:
+            self.on_end(self)  # first: who has the last piece finds it counted
         self._emit(completion)
-        if self.ended:
-            self.on_end(self)
 
-    def fail(self, failure: Failure) -> bool:
-        """Ends the work, unless it has ended; whether it did. Its slots are freed when the driver next looks at them."""
+    def fail(self, failure: Failure) -> None:
+        """Ends the work, unless it has ended; its slots are freed when the driver next looks at them."""
         with self._lock:
             if self.ended:
-                return False
-            self.ended = True
-        self._emit(failure)
+                return
+            self.ended, self.failure = True, failure
         self.on_end(self)
-        return True
+        self._emit(failure)
 
 
 class Prefilled(_ACTIVE):  # type: ignore[misc]
