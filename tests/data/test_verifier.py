@@ -56,7 +56,7 @@ def verifier() -> Iterator[MathVerifier]:
         ("42", "Answer: 42", 1.0),
         ("42", "Answer: 41\nAnswer: $42$.", 1.0),
         ("42", "#### 42\nAnswer: 41", 0.0),
-        ("42", "The answer is: 42 of the 50", 1.0),
+        ("42", "So the answer is: 42", 1.0),
         (r"4.5 \times 10^{33}", r"\boxed{4.5e33}", 1.0),
         (r"4.5 \times 10^{33}", r"\boxed{4.5e32}", 0.0),
         (r"2.88 \times 10^{-19}", r"\boxed{1.325 \times 10^{-27}}", 0.0),
