@@ -54,7 +54,7 @@ class RolloutBatch:
       response_tokens: ``[B, T]`` int32, left-aligned; the end-of-sequence token, when sampled, is part of it.
       response_mask: ``[B, T]`` bool, from the engine's own bookkeeping (never from ``id != pad``).
       rollout_logps: ``[B, T]`` float32, log-prob of the sampled token under the distribution it was sampled from, that
-        is after temperature and top-p.
+        is after temperature and top-p (see ``processed_logps``).
       versions: ``[B, T]`` int32, the policy version (optimizer updates) whose weights produced each token.
       finished: ``[B]`` bool, True when the row ended by an end-of-sequence token rather than by its length limit.
       group_ids: ``[B]`` int32.
@@ -66,6 +66,9 @@ class RolloutBatch:
         is recorded (the last sampled token, which was never run, and padding).
       temperature: the sampling temperature that ``rollout_logps`` contain (static).
       top_p: the nucleus mass that ``rollout_logps`` contain (static).
+      processed_logps: False when ``rollout_logps`` are the model's at temperature 1 over the whole vocabulary, as some
+        engines return them whatever they sample from (static). ``rescore`` refuses those of a rollout that was sampled
+        otherwise.
     """
 
     prompt_tokens: Int[Array, "B P"]
@@ -81,6 +84,7 @@ class RolloutBatch:
     routed_experts: Int[Array, "B S M k"] | None = None
     temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
     top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
+    processed_logps: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -203,3 +203,15 @@ def test_errors_say_what_is_missing(tools):
     cut = dataclasses.replace(case.rollout, support=None)
     with pytest.raises(ValueError, match=r"top_p=0\.9 but holds no support"):
         policy_logps(tools.model(), cut, compute=PLAIN)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.5}, {"top_p": 0.9}])
+def test_raw_log_probs_of_a_rollout_that_was_sampled_otherwise_are_refused(tools, how):
+    """Logits (2, 0) at temperature .5: the token has .982, the raw record .8808, a ratio of 1.115 without mismatch."""
+    case = tools.case()
+    graphdef, params = nnx.split(tools.model(), nnx.Param)
+    raw = dataclasses.replace(case.rollout, processed_logps=False, **({"temperature": 1.0, "top_p": 1.0} | how))
+    with pytest.raises(ValueError, match=r"raw model's.*sampled at.*after temperature and truncation"):
+        rescore(graphdef, params, raw, case.rollout_head, compute=PLAIN)
+    same = dataclasses.replace(raw, temperature=1.0, top_p=1.0)
+    rescore(graphdef, params, same, case.rollout_head, compute=PLAIN)

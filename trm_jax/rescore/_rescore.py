@@ -50,8 +50,9 @@ def rescore(
       is not what the engine sampled from. What stands at masked slots of the rollout reaches no valid slot.
 
     Raises:
-      ValueError: hidden states without a head, a truncated rollout without its support, replay without routes, or
-        ``microbatches`` that does not divide ``B``.
+      ValueError: hidden states without a head, a truncated rollout without its support, raw log-probs of a rollout that
+        was sampled at another temperature or truncated, replay without routes, or ``microbatches`` that does not
+        divide ``B``.
 
     >>> from trm_jax.models import TransformerConfig
     >>> model = Transformer(TransformerConfig(vocab_size=16), rngs=nnx.Rngs(0))
@@ -70,6 +71,12 @@ def rescore(
         raise ValueError(f"microbatches={microbatches} must be at least 1 and divide the {rows} rows of the rollout.")
     if rollout.hidden is not None and rollout_head is None:
         raise ValueError("the rollout holds hidden states; pass rollout_head, the head that made its logits.")
+    if not rollout.processed_logps and (rollout.temperature, rollout.top_p) != (1.0, 1.0):
+        raise ValueError(
+            f"rollout_logps are the raw model's, but the tokens were sampled at temperature={rollout.temperature}, "
+            f"top_p={rollout.top_p}: record log-probs after temperature and truncation (vLLM: "
+            "logprobs_mode='processed_logprobs'), or sample at temperature 1 and top_p 1."
+        )
     chex.assert_equal_shape([rollout.response_tokens, rollout.response_mask, rollout.rollout_logps, rollout.versions])
     chex.assert_equal_shape_prefix([rollout.prompt_tokens, rollout.response_tokens, rollout.group_ids], 1)
     model: Transformer = nnx.merge(graphdef, params)
