@@ -204,8 +204,9 @@ def test_biases_and_tokens_that_one_policy_lacks() -> None:
     np.testing.assert_allclose(got["token_kl"], want["token_kl"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("temperature", "cap"), [(0.7, None), pytest.param(1.3, 2.0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # one such case, on a mesh, is in the default suite: test_sharded.py
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("temperature", "cap"), [(0.7, None), (1.3, 2.0)])
 def test_on_policy_is_exactly_zero(dtype: Any, temperature: float, cap: float | None) -> None:
     operands, tokens = random_operands(5, 6, 140, 0.0)
     hidden, head = (jnp.asarray(operands[name], dtype) for name in ("rollout_hidden", "rollout_head"))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._head import Head, Scaling, finish_logits
 from trm_jax.ops._partials import SoftmaxPartial, TokenGap
-from trm_jax.ops._rows import map_token_chunks
 from trm_jax.ops._support import in_support
 
 __all__ = ["token_gap", "token_logits"]
 
-_GATHERED_TOKENS = 1024
+_GATHERED_TOKENS = 256
 
 
 def token_logits(
@@ -24,17 +24,21 @@ def token_logits(
 ) -> Float[Array, " N"]:
     """Logits of one token a row, after cap and temperature; ``-inf`` outside the support, anything in other shards.
 
-    A thousand rows of the head are gathered at a time.
+    Some hundred rows of the head are gathered at a time, beside a slice of the hidden states, which are not copied.
     """
-    ids = jnp.clip(tokens, 0, head.weight.shape[0] - 1)
+    n, ids = hidden.shape[0], jnp.clip(tokens, 0, head.weight.shape[0] - 1)
+    size = min(n, _GATHERED_TOKENS)
+    count = -(-n // size)
 
-    def chunk(rows: tuple[Array, Array]) -> Array:
-        h, y = rows
+    def chunk(start: Array) -> Array:
+        h, y = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, ids))
         weight, scale, bias = (None if x is None else jnp.take(x, y, axis=0) for x in head)
         product = jnp.sum(h.astype(jnp.float32) * jnp.asarray(weight).astype(jnp.float32), axis=-1)
         return finish_logits(product, scale, bias, scaling.soft_cap)
 
-    logits: Array = map_token_chunks(chunk, (hidden, ids), _GATHERED_TOKENS) / scaling.temperature
+    # The last slice starts early enough to be whole.
+    rows = jax.lax.map(chunk, jnp.minimum(jnp.arange(count) * size, n - size))
+    logits = jnp.concatenate([rows[:-1].reshape(-1), rows[-1, count * size - n :]]) / scaling.temperature
     return logits if support is None else jnp.where(in_support(support, ids), logits, -jnp.inf)
 
 

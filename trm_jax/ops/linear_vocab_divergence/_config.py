@@ -61,11 +61,9 @@ def divergence_blocks(
 ) -> tuple[int, int]:
     """``(tokens, vocabulary)``: the largest block that fits, no larger than the tokens need.
 
-        >>> import math
-
-    from trm_jax.ops._vmem import CHIPS
-        >>> divergence_blocks(CHIPS["v6e"], 4096, (4096, 4096), (2, 2), (2,), supported=False)
-        (1024, 512)
+    >>> from trm_jax.ops._vmem import CHIPS
+    >>> divergence_blocks(CHIPS["v6e"], 4096, (4096, 4096), (2, 2), (2,), supported=False)
+    (1024, 512)
     """
     enough = max(128, -(-n // 128) * 128)
     candidates = [(min(tokens, enough), vocabulary) for tokens, vocabulary in _CANDIDATES]
