@@ -78,7 +78,7 @@ def exact(policy: Float32, rollout: Float32) -> tuple[Float64, Float64]:
 
 
 @functools.lru_cache(maxsize=1)  # one case serves every implementation
-def _case(
+def case(
     shape: str, target: float, rows: int, vocabulary: int
 ) -> tuple[Float32, Float32, np.ndarray[Any, Any], Float64, Float64]:
     """Logits of two policies whose mean KL is about the target, tokens sampled from the second, the exact KL and TV."""
@@ -141,7 +141,7 @@ def measure(
     interpret: bool = False,
 ) -> dict[str, Any]:
     """One line of the table; ``vocab_divergence`` always computes TV."""
-    policy, rollout, tokens, kl, tv = _case(shape, target, rows, vocabulary)
+    policy, rollout, tokens, kl, tv = case(shape, target, rows, vocabulary)
     out = _computed(policy, rollout, tokens, implementation, with_tv, interpret)
     line = {
         "shape": shape,
