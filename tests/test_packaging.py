@@ -163,6 +163,14 @@ def test_lock_satisfies_the_project_on_every_python(lock: str, python: str, plat
     assert not {"torch", "transformers", "tensorflow", "libtpu", "trm-jax"} & versions.keys()
 
 
+def test_the_tpu_compiler_comes_hashed_beside_the_same_jax() -> None:
+    everything = {str(requirement) for requirement, _ in _lock("all")}
+    pins = {str(requirement): hashes for requirement, hashes in _lock("tpu")}
+    assert all(pins.values())
+    assert {pin for pin in pins if pin.startswith("jax")} <= everything
+    assert [pin for pin in pins if pin.startswith("libtpu==")]
+
+
 def test_dev_holds_every_pin_of_all() -> None:
     dev = {(str(requirement), tuple(hashes)) for requirement, hashes in _lock("dev")}
     missing = [str(requirement) for requirement, hashes in _lock("all") if (str(requirement), tuple(hashes)) not in dev]

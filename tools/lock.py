@@ -1,11 +1,12 @@
-"""Makes requirements/all.txt and dev.txt anew from pyproject.toml: pinned, hashed, for Python 3.11 to 3.13.
+"""Makes requirements/all.txt, dev.txt and tpu.txt anew from pyproject.toml: pinned, hashed, for Python 3.11 to 3.13.
 
     python3 tools/lock.py              # keeps every pin that still satisfies pyproject.toml
     python3 tools/lock.py --upgrade    # the newest of everything
 
 Needs ``uv`` (``pip install uv``). ``all`` is the core, the ``[all]`` extra and the build tools; ``dev`` adds the
 test and lint tools and JetStream with the same pins for the rest, but not what JetStream asks for without our needing
-it (``requirements/overrides.txt``). The resolution forks by Python where a package does, as jax.
+it (``requirements/overrides.txt``). ``tpu`` is the core with the TPU's compiler, for tests that compile ahead of time:
+apart, because it is large and JAX talks of it on every machine without a TPU. The resolution forks by Python where a package does, as jax.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SETS = {
         *("--extra", "all", "--extra", "dev", "--extra", "jetstream"),
         *("--constraint", "requirements/all.txt", "--override", "requirements/overrides.txt"),
     ),
+    "tpu": ("--extra", "tpu", "--constraint", "requirements/all.txt"),
 }
 
 
