@@ -77,6 +77,7 @@ def test_answers_become_latex(text: str, plain: str) -> None:
         (r"\boxed{(C) Mitochondria}", "C"),
         (r"\boxed{B, C}", None),
         (r"\boxed{BC}", None),
+        ("\\boxed{B or C}\nC", None),  # a mark around anything else is not passed over
         (r"\boxed{Carbon}", None),
         (r"\boxed{}", None),
         (r"\boxed{B} then \boxed{C}", "C"),

@@ -178,11 +178,13 @@ def test_the_summary_and_its_table() -> None:
         "problems": 4, "samples": 2, "accuracy": 0.5, "truncated": 0.5, "tokens": 11.5,
     }  # fmt: skip
     assert (found["tokens_per_second"], found["unjudged"]) == (23.0, 2)
-    console = Console(file=(out := io.StringIO()), width=120)
-    console.print(evaluation_table({"checkpoint": "[m]", "tasks": {"t": found}}))
+    console = Console(file=(out := io.StringIO()), width=80)
+    console.print(evaluation_table({"checkpoint": "[m]", "tasks": {"olympiadbench": found}}))
     text = " ".join(out.getvalue().split())
     assert "[m]" in text
-    for cell in ("50.0%", f"{found['low']:.1%} to {found['high']:.1%}", "23"):
+    for word in ("olympiadbench", "problems", "accuracy", "95% interval", "unjudged", "tok/s"):
+        assert word in text  # nothing is cut off on eighty columns
+    for cell in ("50.0%", f"{100 * found['low']:.1f}–{100 * found['high']:.1f}%", "23"):
         assert cell in text
 
 

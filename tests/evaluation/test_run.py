@@ -197,8 +197,8 @@ def test_killed_again_and_again_nothing_is_lost_and_nothing_twice(tmp_path):
         return len((out / "sums.jsonl").read_bytes().splitlines()) if (out / "sums.jsonl").exists() else 0
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = start(whole)
-    assert done.communicate(timeout=300)[1] == b""
+    with start(whole) as done:
+        assert done.communicate(timeout=300)[1] == b""
     kept = 0
     for _ in range(3):
         with start(cut) as running:
@@ -208,7 +208,9 @@ def test_killed_again_and_again_nothing_is_lost_and_nothing_twice(tmp_path):
         assert size(cut) >= kept + 9
         kept = size(cut)
     assert kept < 120
-    assert start(cut).wait(timeout=300) == 0
+    with start(cut) as last:
+        assert last.communicate(timeout=300)[1] == b""
+    assert last.returncode == 0
     one, other = (
         sorted((r["index"], r["sample"], r["response"], r["reward"]) for r in rows(x / "sums.jsonl"))
         for x in (whole, cut)

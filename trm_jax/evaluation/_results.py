@@ -62,7 +62,9 @@ def evaluation_table(results: Mapping[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(str(results["checkpoint"])), title_justify="left")
+    table = Table(
+        title=Text(str(results["checkpoint"])), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column("task", no_wrap=True)
     for column in ("problems", "avg@", "accuracy", "95% interval", "cut off", "unjudged", "tokens", "tok/s"):
         table.add_column(column, justify="right")
@@ -73,7 +75,7 @@ def evaluation_table(results: Mapping[str, Any]) -> Table:
             f"{row['problems']:,}",
             str(row["samples"]),
             f"{row['accuracy']:.1%}",
-            f"{row['low']:.1%} to {row['high']:.1%}",
+            f"{100 * row['low']:.1f}–{100 * row['high']:.1f}%",
             f"{row['truncated']:.1%}",
             str(row["unjudged"]),
             f"{row['tokens']:.0f}",
