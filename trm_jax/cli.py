@@ -7,6 +7,7 @@ import difflib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal, Self
@@ -172,6 +173,7 @@ class Serve:
             while not stop():
                 if not server.wait(0.2):
                     print(f"trm-jax: the server gave up: {server.failure}", file=sys.stderr, flush=True)
+                    time.sleep(1.0)  # for the replies that tell clients so
                     os._exit(_FAILED)  # an orderly end would wait for the thread that does not answer
         return 0
 
