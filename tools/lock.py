@@ -6,7 +6,8 @@
 Needs ``uv`` (``pip install uv``). ``all`` is the core, the ``[all]`` extra and the build tools; ``dev`` adds the
 test and lint tools and JetStream with the same pins for the rest, but not what JetStream asks for without our needing
 it (``requirements/overrides.txt``). ``tpu`` is the core with the TPU's compiler, for tests that compile ahead of time:
-apart, because it is large and JAX talks of it on every machine without a TPU. The resolution forks by Python where a package does, as jax.
+apart, because it is large, and JAX talks of it on every machine without a TPU. The resolution forks by Python where a
+package does, as jax.
 """
 
 from __future__ import annotations

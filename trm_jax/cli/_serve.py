@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -113,5 +114,6 @@ class Serve:
             while not stop():
                 if not server.wait(0.2):
                     print(f"trm-jax: the server gave up: {server.failure}", file=sys.stderr, flush=True)
+                    time.sleep(1.0)  # for the replies that tell clients so
                     os._exit(FAILED)  # an orderly end would wait for the thread that does not answer
         return 0
