@@ -75,10 +75,11 @@ def _encoder(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[str], list[
     """A message as the run puts it: in the chat of its pretrained model, or as it is."""
     if not isinstance(tokenizer, ChatTokenizer):
         return tokenizer.encode
-    system = {"role": "system", "content": config.task.system_prompt}
+    said = config.task.system_prompt
+    system = [{"role": "system", "content": said}] if said else []
 
     def encode(message: str) -> list[int]:
-        return list(tokenizer.words.apply_chat_template([system, {"role": "user", "content": message}]))
+        return list(tokenizer.words.apply_chat_template([*system, {"role": "user", "content": message}]))
 
     return encode
 
