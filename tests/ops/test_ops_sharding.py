@@ -38,7 +38,9 @@ def inputs() -> tuple[np.ndarray, ...]:
     )
 
 
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((8, 1), marks=pytest.mark.slow), (4, 2), pytest.param((1, 8), marks=pytest.mark.slow)]
+)
 def test_sharded_equals_unsharded_and_moves_only_reductions(
     shape: tuple[int, int], inputs: tuple[np.ndarray, ...]
 ) -> None:

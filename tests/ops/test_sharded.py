@@ -59,7 +59,7 @@ def everything(given: dict[str, Any], full: bool, **options: Any) -> Any:
 
 # Neither 101 nor 37 is a multiple of an axis; a shard has 26 or 13 rows, no multiple of 128.
 @pytest.mark.parametrize("form", WITH_GRADIENTS)
-@pytest.mark.parametrize(("shape", "full"), [((2, 4), True), ((1, 8), False)])
+@pytest.mark.parametrize(("shape", "full"), [((2, 4), True), pytest.param((1, 8), False, marks=pytest.mark.slow)])
 def test_equals_the_unsharded_operator(
     form: dict[str, Any], shape: tuple[int, int], full: bool, operands: Callable[..., dict[str, Any]]
 ) -> None:

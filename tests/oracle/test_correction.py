@@ -179,7 +179,14 @@ def test_compiled_is_the_same():
     close(plain.importance_weights, compiled.importance_weights, relative=2e-6)
 
 
-@pytest.mark.parametrize("name", ["trm_combined + seq_tis", "ln_trm + geo_mis", "ser + seq_mis"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trm_combined + seq_tis",
+        pytest.param("ln_trm + geo_mis", marks=pytest.mark.slow),
+        pytest.param("ser + seq_mis", marks=pytest.mark.slow),
+    ],
+)
 def test_packed_rows(name):
     config = correction.preset(name, **OPTIONS)
     data = batch(0, 0.3)

@@ -384,6 +384,7 @@ def test_a_warm_start_ends_at_its_accuracy_and_stays_ended(driver, make_config, 
     assert all((a == b).all() for a, b in zip(*leaves, strict=True))
 
 
+@pytest.mark.slow
 def test_a_warm_start_that_misses_its_accuracy_says_so(driver, make_config, tmp_path, monkeypatch):
     config = make_config({"warmstart.steps": 2, "warmstart.target_accuracy": 0.5, "warmstart.check_every": 1})
     monkeypatch.setattr(Evaluator, "__call__", lambda self, params: 0.25)
@@ -413,6 +414,7 @@ def test_validation_problems_are_neither_trained_on_nor_tested(make_config):
     assert not trained & (tested | decided)
 
 
+@pytest.mark.slow  # that it fails its arms is held above
 def test_a_warm_start_that_diverges_stops_with_its_step(driver, make_config, tmp_path):
     config = make_config({"warmstart.learning_rate": 1e30, "warmstart.warmup_steps": 0, "warmstart.steps": 8})
     rows: list[int] = []

@@ -249,7 +249,13 @@ def test_what_stands_at_masked_slots_does_not_matter(adam, batch):
     assert bits(update(state, dirty)[0]) == bits(update(state, batch)[0])
 
 
-@pytest.mark.parametrize("name", PRESETS[1:])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("trm_combined", "cis", "seq_tis") else pytest.param(name, marks=pytest.mark.slow)
+        for name in PRESETS[1:]
+    ],
+)
 def test_on_policy_every_correction_gives_the_uncorrected_update_to_the_bit(adam, rollout, logps, name):
     update, state = adam
     scored = on_policy(rollout, logps)

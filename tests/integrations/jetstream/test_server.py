@@ -74,7 +74,14 @@ def client(server):
         yield client
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_p=0.7), SamplingConfig(greedy=True)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SamplingConfig(), marks=pytest.mark.slow),
+        SamplingConfig(top_p=0.7),
+        pytest.param(SamplingConfig(greedy=True), marks=pytest.mark.slow),
+    ],
+)
 def test_a_rollout_through_the_server_is_the_in_process_rollout_to_the_bit(tools, server, remote, sampling):
     reference: Engine = tools.in_process()
     for version, weights in ((1, 0), (2, 1)):
