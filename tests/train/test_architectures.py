@@ -60,7 +60,7 @@ def test_batch_invariant_arithmetic_without_lag_has_no_mismatch_at_all(make_conf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
 def test_plain_arithmetic_differs_by_rounding_alone(make_config, make_run, kind):
     run = make_run(make_config(NO_EVALUATION | SMALL | KINDS[kind] | ON_POLICY | {"model.architecture": kind}))
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(run.params)]
@@ -89,15 +89,15 @@ def test_replay_leaves_no_mismatch_of_router_noise_but_in_the_experts_weights(ma
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_a_mixture_resumes_to_the_same_bits(make_config, make_run, tmp_path, param_dtype):
+def test_a_mixture_resumes_to_the_same_bits(make_config, make_run, tmp_path):
+    """With parameters of bfloat16, whose updates are rounded at random."""
     changes = (
         NO_EVALUATION
         | SMALL
         | KINDS["qwen2_moe"]
         | {
             "model.architecture": "qwen2_moe",
-            "model.param_dtype": param_dtype,
+            "model.param_dtype": "bfloat16",
             "model.replay_routes": True,
             "model.remat": "dots",
             "rollout.lag": 1,
@@ -115,7 +115,7 @@ def test_a_mixture_resumes_to_the_same_bits(make_config, make_run, tmp_path, par
     again = go(second)
     leaves = [[np.asarray(x).tobytes() for x in jax.tree.leaves(run._state)] for run in (whole, second)]
     assert leaves[0] == leaves[1]
-    assert {x.dtype.name for x in jax.tree.leaves(second.params)} == {param_dtype}
+    assert {x.dtype.name for x in jax.tree.leaves(second.params)} == {"bfloat16"}
     assert {x.dtype.name for x in jax.tree.leaves(second._state.opt_state)} <= {"float32", "int32"}
     assert [row["optim/loss"] for row in again] == [row["optim/loss"] for row in records[2:]]
     assert records[-1]["version"] >= 4

@@ -85,7 +85,7 @@ def test_sigint_ends_after_the_step_and_resume_completes(program, uninterrupted,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("step", [0, 2, 5])
 def test_sigkill_from_outside_at_any_step(program, uninterrupted, same_run, folder, name, step):
     root = folder / name
     process = program.start("train", "tiny.toml", f"directory={name}")
