@@ -298,3 +298,14 @@ def test_refused_records() -> None:
         )
     with pytest.raises(TypeError, match="bool"):
         correction.correct(scored([[-1.0]], [[-1.0]], np.ones((1, 1))), correction.preset("none"))
+
+
+def test_a_sentinel_is_known_in_the_type_that_carries_it() -> None:
+    """-9999 is -9984 in bfloat16."""
+    logps = jax.numpy.array([[-1.0, -9999.0], [-1.0, -2.0]], jax.numpy.bfloat16)
+    batch = ScoredBatch(
+        proximal_logps=jax.numpy.full((2, 2), -1.0), rollout_logps=logps, response_mask=np.ones((2, 2), bool)
+    )
+    out = correction.correct(batch, correction.preset("tis", sentinel=-9999.0))
+    np.testing.assert_array_equal(out.sequence_keep, [False, True])
+    assert float(out.metrics["illegal/sentinel_fraction"][0]) == 1

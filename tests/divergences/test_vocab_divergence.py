@@ -247,3 +247,10 @@ def test_a_token_that_does_not_exist_gives_nan(token: int) -> None:
         assert jnp.isnan(getattr(out, name)[0]), name
     for name in ("policy_entropy", "rollout_entropy"):
         np.testing.assert_allclose(getattr(out, name), getattr(want, name), rtol=1e-6, err_msg=name)
+
+
+def test_an_id_outside_the_vocabulary_is_nan_in_any_integer_type() -> None:
+    logits = np.zeros((3, 300), np.float32)
+    for dtype in (np.int8, np.int16, np.int32):
+        out = divergences.vocab_divergence(logits, logits, np.array([1, -3, 100], dtype))
+        np.testing.assert_array_equal(np.isnan(out.policy_logps), [False, True, False])

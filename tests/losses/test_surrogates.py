@@ -364,3 +364,11 @@ def test_refused_inputs(options: dict[str, Any], message: str) -> None:
     } | options
     with pytest.raises((ValueError, TypeError), match=message):
         losses.clipped_surrogate(**given)
+
+
+def test_dppo_masks_no_token_without_an_advantage() -> None:
+    """Far below its anchor, with A = 0: nothing would move, so nothing is masked; with A < 0 it is."""
+    logp, logq, mask = np.log([[0.1, 0.9]]), np.log([[0.9, 0.1]]), np.ones((1, 2), bool)
+    for advantage, masked in ((0.0, 0), (-1.0, 1), (1.0, 1)):
+        loss = losses.dppo(logp, logq, np.array([advantage]), mask, threshold=0.2)
+        assert float(loss.aux["clip/fraction"][0]) == masked

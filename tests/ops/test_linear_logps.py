@@ -264,3 +264,18 @@ def test_refused_inputs(change: dict[str, object], error: type[Exception], messa
     given = {"hidden": hidden, "head": head, "tokens": tokens} | change
     with pytest.raises(error, match=message):
         ops.linear_logps(**given)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32])
+def test_ids_of_any_integer_type_mean_the_same(dtype: type) -> None:
+    """300 entries, a number that no type of one byte holds."""
+    hidden, head = np.ones((2, 3), np.float32), np.linspace(0, 1, 900, dtype=np.float32).reshape(300, 3)
+    wide = ops.linear_logps(hidden, head, np.array([1, 100]))
+    np.testing.assert_array_equal(ops.linear_logps(hidden, head, np.array([1, 100], dtype)).logps, wide.logps)
+    both = ops.linear_vocab_divergence(hidden, head, hidden, head, np.array([1, 100], dtype))
+    np.testing.assert_allclose(both.policy_logps, wide.logps, rtol=1e-6)
+
+
+def test_tokens_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(TypeError, match="tokens"):
+        ops.linear_logps(np.ones((1, 3), np.float32), np.ones((5, 3), np.float32), np.array([1.0], np.float32))

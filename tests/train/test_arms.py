@@ -143,7 +143,12 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     for slug in two:
         policy = load_pretrained(root / "arms" / slug / "seed0" / "model")
         assert policy.config == start.arms[0].train.model.scratch(14)
+        # One of another step is not taken for the policy of this run.
+        record = root / "arms" / slug / "seed0" / "model" / "trm_jax.json"
+        record.write_text(record.read_text().replace('"step": 2', '"step": 1'))
         assert result(root, slug)["status"] == "complete"
+    run_experiment(config_of(arms=two, warmstart=warm, checkpoint={"every": 2, "export": "float32"}), resume=True)
+    assert capsys.readouterr().out.count("the policy after step 2: ") == len(two)
 
 
 def test_one_arm_and_seed_more_may_join_and_what_was_there_stays_listed(without_training, config_of, tmp_path):

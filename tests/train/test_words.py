@@ -15,7 +15,7 @@ from flax import nnx
 from trm_jax.models import Transformer, TransformerConfig, export_pretrained, load_pretrained, make_mesh
 from trm_jax.models.pretrained import PretrainedTokenizer
 from trm_jax.train import CheckpointError, TrainRun, check_experiment, experiment, open_experiment
-from trm_jax.train.export import export_policy
+from trm_jax.train.export import export_policy, exported_policy
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("math_verify")
@@ -229,11 +229,29 @@ def test_an_exported_policy_is_the_policy_with_the_files_of_its_tokenizer(words,
         params = jax.tree.map(lambda x: x + 1, nnx.state(opened.model))
         place.mkdir(parents=True)
         (place / "of an earlier run").touch()
-        assert export_policy(opened.graphdef, params, config, place) == place
-    assert sorted(file.name for file in place.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert export_policy(opened.graphdef, params, config, place, step=7) == place
+    assert sorted(file.name for file in place.iterdir()) == [
+        *("config.json", "model.safetensors", "tokenizer.json", "trm_jax.json")
+    ]
+    assert exported_policy(place) == (7, "float32")
+    assert exported_policy(tmp_path) is None
     assert [path.name for path in place.parent.iterdir()] == ["model"]
     for a, b in zip(jax.tree.leaves(nnx.state(load_pretrained(place))), jax.tree.leaves(params), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(CheckpointError, match=r"could not export the policy to .*file.*--resume"):
-        export_policy(opened.graphdef, params, config, tmp_path / "file" / "model")
+        export_policy(opened.graphdef, params, config, tmp_path / "file" / "model", step=7)
+
+
+def test_examples_without_a_solution_are_refused(words, tmp_path):
+    lines = [json.dumps({"prompt": f"What is {i} + 1?", "solution": str(i + 1)}) for i in range(40)]
+    (tmp_path / "dapo.jsonl").write_text("\n".join(lines))
+    config = words({"task.kind": "dapo_math_17k", "task.path": str(tmp_path / "dapo.jsonl"), "task.shots": 2})
+    with pytest.raises(ValueError, match=r"task\.shots=2: .* comes without a worked solution; set task\.shots=0"):
+        check_experiment(config)
+
+
+def test_questions_that_want_a_letter_are_asked_with_their_options(words):
+    with pytest.raises(ValueError, match=r"mmlu_stem.*set prompt_format='options'"):
+        words({"task.kind": "mmlu_stem"})
+    words({"task.kind": "mmlu_stem", "task.prompt_format": "options"})

@@ -45,7 +45,9 @@ def inspect_logps(
     """Sorts the log-probs of the response tokens."""
     values = jax.lax.stop_gradient(as_float32(logps))
     mask = jnp.asarray(response_mask)
-    is_sentinel = mask & (values == sentinel) if sentinel is not None else jnp.zeros_like(mask)
+    is_sentinel = jnp.zeros_like(mask)
+    if sentinel is not None:  # as the log-probs' type holds it: -9999 is -9984 in bfloat16
+        is_sentinel = mask & (values == jnp.asarray(sentinel, jnp.asarray(logps).dtype).astype(jnp.float32))
     is_nan = mask & jnp.isnan(values)
     above = mask & (values > MAX_ROUNDING_LOGP) & ~is_sentinel
     refused = is_nan | is_sentinel | above

@@ -49,6 +49,7 @@ class Softmax(NamedTuple):
 
 def take_token(values: Array, tokens: Array) -> Array:
     """``values[..., tokens]`` along the last axis; NaN (True) for an id outside it, a negative one too."""
+    tokens = tokens.astype(jnp.int32) if tokens.dtype.itemsize < 4 else tokens  # or the size would wrap around
     legal = jnp.where(tokens < 0, values.shape[-1], tokens)  # which is filled, not wrapped around
     return jnp.take_along_axis(values, legal[..., None].astype(jnp.int32), axis=-1)[..., 0]
 

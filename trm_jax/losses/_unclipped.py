@@ -206,7 +206,7 @@ def dppo(
         same_shape(token_divergence=token_divergence, response_mask=response_mask)
         distance = as_float32(token_divergence)
     distance = jax.lax.stop_gradient(distance)
-    away = jnp.where(terms.advantages > 0, terms.log_ratio > 0, terms.log_ratio < 0)
+    away = terms.advantages * terms.log_ratio > 0
     masked = away & ~(distance <= threshold)
     loss = jnp.where(masked, 0.0, -terms.weights * terms.advantages * jnp.exp(terms.log_ratio))
     aux = {"clip/fraction": active_mean(masked, terms)}

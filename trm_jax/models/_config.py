@@ -146,8 +146,8 @@ class TransformerConfig:
             raise ValueError(f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of coordinates.")
-        if self.rope_theta <= 0 or self.norm_eps <= 0:
-            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be positive.")
+        if not (0 < self.rope_theta < math.inf and 0 < self.norm_eps < math.inf):
+            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be positive and finite.")
         self._check_experts()
         self._check_latent()
 

@@ -95,6 +95,10 @@ def check_operands(
 def legal_tokens(tokens: Int[AnyArray, " N"], vocabulary: int) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     """Tokens in ``[0, vocabulary)``, the others replaced by 0, and which they are."""
     y = jnp.asarray(tokens)
+    if not jnp.issubdtype(y.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, given dtype {y.dtype}: pass token ids")
+    if y.dtype.itemsize < 4:  # in which the size of the vocabulary may not be representable
+        y = y.astype(jnp.int32)
     legal = (y >= 0) & (y < vocabulary)
     return jnp.where(legal, y, 0), legal
 

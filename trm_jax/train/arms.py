@@ -19,7 +19,7 @@ from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment, check_experiment, open_experiment
-from trm_jax.train.export import export_policy
+from trm_jax.train.export import export_policy, exported_policy
 from trm_jax.train.loop import RunOutcome, TrainRun
 from trm_jax.train.records import NEVER_BEGAN, RunRecords, lock_root, metric_writers, prepare_root, withdraw_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
@@ -162,7 +162,8 @@ class _ArmRun:
     def __call__(self, place: Path, warm_name: str, broken: dict[Path, str]) -> None:
         arm, train, progress = self.arm, self.train, self.progress
         records = RunRecords(self.root, arm, train)
-        exported = train.checkpoint.export == "none" or (records.directory / "model").is_dir()
+        wanted = (train.steps, train.checkpoint.export)
+        exported = wanted[1] == "none" or exported_policy(records.directory / "model") == wanted
         if records.complete and exported:
             progress.start_run(arm.name, train.seed, first_step=train.steps)
             progress.finish_run("complete", "done before")
@@ -215,6 +216,9 @@ class _ArmRun:
         run = TrainRun(experiment, train, params, records.directory, mesh, note=progress.note)
         run.resume()
         progress.start_run(arm.name, train.seed, first_step=run.step)
+        stale = records.directory / "model"
+        if stale.exists() and train.checkpoint.export == "none":
+            progress.note(f"{stale} holds an earlier policy and stays as it is: checkpoint.export renews it")
         try:
             with metric_writers(records.directory, after=run.step) as write:
 
@@ -224,7 +228,9 @@ class _ArmRun:
 
                 outcome = run.run(on_step=on_step, should_stop=self.should_stop)
             if train.checkpoint.export != "none" and outcome.step:
-                place = export_policy(experiment.graphdef, run.params, train, records.directory / "model")
+                place = export_policy(
+                    experiment.graphdef, run.params, train, records.directory / "model", step=outcome.step
+                )
                 progress.note(f"the policy after step {outcome.step}: {place}")
         except (NonFiniteError, CheckpointError) as error:
             self._fail(records, error, time.perf_counter() - began, run.outcome("failed"))

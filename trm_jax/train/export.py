@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.policy import pretrained_directory
 
-__all__ = ["export_policy"]
+__all__ = ["export_policy", "exported_policy"]
+
+_RECORD = "trm_jax.json"
 
 
-def export_policy(graphdef: Any, params: nnx.State[Any, Any], config: TrainConfig, directory: Path) -> Path:
+def export_policy(
+    graphdef: Any, params: nnx.State[Any, Any], config: TrainConfig, directory: Path, *, step: int
+) -> Path:
     """Writes ``directory``, whole or not at all; an earlier one there is replaced.
 
     Args:
@@ -24,7 +29,8 @@ def export_policy(graphdef: Any, params: nnx.State[Any, Any], config: TrainConfi
       params: its parameters.
       config: ``checkpoint.export`` is the type of the weights; of a Hugging Face directory in ``model.path``, the
         tokenizer's files and the settings come along.
-      directory: the new directory.
+      directory: the new directory; beside the model it says step and type (``exported_policy``).
+      step: after which the policy is taken.
 
     Returns:
       The directory.
@@ -41,6 +47,8 @@ def export_policy(graphdef: Any, params: nnx.State[Any, Any], config: TrainConfi
             dtype=config.checkpoint.export,
             like=pretrained_directory(config.model.path),
         )
+        record = {"step": step, "dtype": config.checkpoint.export}
+        (partial / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
         if directory.exists():
             shutil.rmtree(directory)
         partial.rename(directory)
@@ -51,3 +59,12 @@ def export_policy(graphdef: Any, params: nnx.State[Any, Any], config: TrainConfi
             "--resume."
         ) from error
     return directory
+
+
+def exported_policy(directory: Path) -> tuple[int, str] | None:
+    """Step and type of the policy that ``export_policy`` left there; None when there is none that says so."""
+    try:
+        record = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
+        return int(record["step"]), str(record["dtype"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

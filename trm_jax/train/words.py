@@ -37,6 +37,9 @@ def word_problems(config: TrainConfig) -> Split:
         raise ValueError(f"task.test_permille={task.test_permille} leaves no problem to train on; lower it.")
     if len(train) <= task.shots:
         raise ValueError(f"task.shots={task.shots} takes all of the {len(train)} problems to train on; lower it.")
+    silent = [shot.name for shot in train[: task.shots] if not shot.demonstration]
+    if silent:
+        raise ValueError(f"task.shots={task.shots}: {silent[0]} comes without a worked solution; set task.shots=0.")
     format_prompt(train[0], task.prompt_format)
     if config.eval.prompts and not test:
         raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from trm_jax.train.config._rules import at_least, at_most, positive, require
@@ -119,6 +120,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         positive(self, "learning_rate")
         at_least(self, 0, "warmup_steps", "weight_decay")
+        require(self.weight_decay < math.inf, "weight_decay=inf: must be finite.")
         require(self.max_grad_norm > 0, f"max_grad_norm={self.max_grad_norm}: must be above 0.")
         for name in ("b1", "b2"):
             require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: must lie in [0, 1).")

@@ -53,6 +53,11 @@ class TaskConfig:
         require(self.kind in known, f"kind={self.kind!r}: choose one of {', '.join(known)}.")
         any_problem = Problem(prompt="?", reference="?", source="?", index=0, metadata={"choices": ["?"]})
         format_prompt(any_problem, self.prompt_format)
+        lettered = self.in_words and BENCHMARKS[self.kind].prompt_format == "options"
+        require(
+            not lettered or self.prompt_format != "question",
+            f"kind={self.kind!r} asks for the letter of an option: set prompt_format='options', which shows them.",
+        )
         at_least(self, 1, "train_size")
         at_least(self, 0, "shots")
         at_most(self, 2**31 - 1, "train_size")
