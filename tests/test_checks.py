@@ -63,3 +63,10 @@ def test_known_name_hints_only_at_near_names() -> None:
         checks.known_name("preset", "trm-max", ("trm_max", "cis"))
     with pytest.raises(ValueError, match="unknown preset 'zzzz': choose one of trm_max, cis"):
         checks.known_name("preset", "zzzz", ("trm_max", "cis"))
+
+
+def test_rows_of_tokens_have_two_axes() -> None:
+    checks.rows_of_tokens((0, 3))
+    for shape in ((), (3,), (2, 2, 3)):
+        with pytest.raises(ValueError, match=r"response_mask must be \[B, T\], given"):
+            checks.rows_of_tokens(shape)

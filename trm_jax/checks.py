@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from trm_jax.numerics import AnyArray
 
-__all__ = ["bool_mask", "in_range", "known_name", "ordered", "same_shape", "shape_of"]
+__all__ = ["bool_mask", "in_range", "known_name", "ordered", "rows_of_tokens", "same_shape", "shape_of"]
 
 
 def shape_of(name: str, array: AnyArray) -> tuple[int, ...]:
@@ -46,6 +46,18 @@ def same_shape(**arrays: AnyArray | None) -> tuple[int, ...]:
         given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ValueError(f"these arrays must have one shape, given {given}: align them to the same response positions")
     return next(iter(shapes.values()))
+
+
+def rows_of_tokens(shape: tuple[int, ...]) -> None:
+    """Refuses anything but ``[B, T]``: a third axis would be reduced over as if it were tokens.
+
+    Raises:
+      ValueError: with the shape.
+    """
+    if len(shape) != 2:
+        raise ValueError(
+            f"response_mask must be [B, T], given {list(shape)}: reshape to rows of tokens, or use jax.vmap"
+        )
 
 
 def bool_mask(**masks: AnyArray | None) -> None:

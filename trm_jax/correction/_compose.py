@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from trm_jax.checks import bool_mask, same_shape
+from trm_jax.checks import bool_mask, rows_of_tokens, same_shape
 from trm_jax.correction import _divergence_masks as divergence_masks
 from trm_jax.correction import _ratio_masks as ratio_masks
 from trm_jax.correction import _sequence_weights as sequence_weights
@@ -222,7 +222,7 @@ def correct(
     >>> print(correct(scored, CorrectionConfig(weight="tis")).importance_weights)
     [[1. 2.]]
     """
-    same_shape(
+    shape = same_shape(
         proximal_logps=scored.proximal_logps,
         rollout_logps=scored.rollout_logps,
         response_mask=scored.response_mask,
@@ -233,6 +233,7 @@ def correct(
         segment_ids=scored.segment_ids,
         policy_logps=policy_logps,
     )
+    rows_of_tokens(shape)
     bool_mask(response_mask=scored.response_mask)
     if (config.numerator == "policy") != (policy_logps is not None):
         raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from trm_jax.checks import bool_mask, in_range, known_name, same_shape, shape_of
+from trm_jax.checks import bool_mask, in_range, known_name, rows_of_tokens, same_shape, shape_of
 from trm_jax.numerics import (
     MAX_LOG_RATIO,
     AnyArray,
@@ -81,6 +81,7 @@ def prepare(
         token_keep=token_keep,
         segment_ids=segment_ids,
     )
+    rows_of_tokens(shape)
     bool_mask(response_mask=response_mask, sequence_keep=sequence_keep, token_keep=token_keep)
     for name, value in (("advantages", advantages), ("sequence_keep", sequence_keep)):
         if value is not None and shape_of(name, value) not in (shape[:1], shape):
