@@ -228,7 +228,6 @@ def test_workers_end_when_their_parent_is_killed() -> None:
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.kill()

@@ -19,8 +19,6 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "divergence_acc
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("divergence_accuracy", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

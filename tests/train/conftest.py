@@ -28,8 +28,6 @@ DRIVER = Path(__file__).with_name("driver.py")
 @pytest.fixture(scope="session")
 def driver() -> ModuleType:
     spec = importlib.util.spec_from_file_location("trm_jax_train_driver", DRIVER)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

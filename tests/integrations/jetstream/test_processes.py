@@ -61,7 +61,6 @@ def start(file: Path, *options: str) -> tuple[subprocess.Popen, str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "trm_jax", "serve", str(file), *options], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("serving on "), line
     return process, line.split()[-1]
