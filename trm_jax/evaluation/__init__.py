@@ -2,6 +2,7 @@
 
 from trm_jax.evaluation._answers import Answer as Answer
 from trm_jax.evaluation._answers import ask as ask
+from trm_jax.evaluation._answers import read_answers as read_answers
 from trm_jax.evaluation._interval import bootstrap_interval as bootstrap_interval
 from trm_jax.evaluation._ledger import Ledger as Ledger
 from trm_jax.evaluation._policy import Policy as Policy

@@ -9,9 +9,9 @@ import numpy as np
 
 from trm_jax.data import Tokenizer
 from trm_jax.rollout import Engine
-from trm_jax.types import PromptBatch
+from trm_jax.types import PromptBatch, RolloutBatch
 
-__all__ = ["Answer", "ask"]
+__all__ = ["Answer", "ask", "read_answers"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,11 @@ def ask(engine: Engine, prompts: PromptBatch, tokenizer: Tokenizer, *, stop: Seq
     Returns:
       One answer a row.
     """
-    rollout = engine.generate(prompts)
+    return read_answers(engine.generate(prompts), tokenizer, stop=stop)
+
+
+def read_answers(rollout: RolloutBatch, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> list[Answer]:
+    """The responses of a rollout as text; arguments and result as for ``ask``."""
     tokens, mask = np.asarray(rollout.response_tokens), np.asarray(rollout.response_mask)
     answers = []
     for row, keep, finished in zip(tokens, mask, np.asarray(rollout.finished), strict=True):

@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from trm_jax.data import Problem, Stream, encode_prompts, prompt_stream
+from trm_jax.evaluation import read_answers
 from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig, WeightLag
 from trm_jax.train.config import RolloutConfig, TrainConfig
 from trm_jax.train.experiment import Experiment
 from trm_jax.types import RolloutBatch
 
-__all__ = ["Sampled", "Sampler", "decode_responses", "make_engine"]
+__all__ = ["Sampled", "Sampler", "make_engine"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class Sampler:
         if self._engine.version != version:
             self._engine.update_weights(version, weights)
         rollout = jax.block_until_ready(self._engine.generate(prompts))
-        texts = decode_responses(self._experiment, rollout.response_tokens, rollout.response_mask)
+        texts = [answer.text for answer in read_answers(rollout, self._experiment.tokenizer)]
         repeated = [problem for problem in problems for _ in range(samples)]
         rewards = np.asarray(self._experiment.score(repeated, texts), np.float32)
         return Sampled(problems=repeated, rollout=rollout, texts=texts, rewards=rewards, group_size=samples)
@@ -155,13 +156,3 @@ def make_engine(
         record_hidden=record_hidden,
         record_routes=record_routes,
     )
-
-
-def decode_responses(experiment: Experiment, tokens: Any, mask: Any) -> list[str]:
-    """Responses as text, without the end token."""
-    eos = experiment.tokenizer.eos_ids
-    rows, keep = np.asarray(tokens), np.asarray(mask)
-    return [
-        experiment.tokenizer.decode([int(t) for t in row[ok] if int(t) not in eos])
-        for row, ok in zip(rows, keep, strict=True)
-    ]

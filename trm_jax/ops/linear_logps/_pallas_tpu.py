@@ -11,27 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
+from trm_jax.ops._online_softmax import Softmax, softmax_finish, softmax_start, softmax_update
+from trm_jax.ops._operands import Operand, Operands, Tiling, add_policy, by_name, row_of
 from trm_jax.ops._partials import SoftmaxPartial
 from trm_jax.ops._softmax_rows import near_top, with_token
-from trm_jax.ops._tiles import (
-    CHUNK,
-    LANES,
-    SUBLANES,
-    Operand,
-    Operands,
-    Softmax,
-    Tiling,
-    Units,
-    add_policy,
-    by_name,
-    fold_rows,
-    is_token,
-    logit_tile,
-    row_of,
-    softmax_finish,
-    softmax_start,
-    softmax_update,
-)
+from trm_jax.ops._tiles import CHUNK, LANES, SUBLANES, Units, fold_rows, is_token, logit_tile
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_logps._config import logps_blocks
 

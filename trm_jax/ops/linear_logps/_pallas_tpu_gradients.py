@@ -20,19 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._tiles import (
-    LANES,
-    SUBLANES,
-    Operand,
-    Operands,
-    Tiling,
-    Units,
-    add_policy,
-    by_name,
-    lies_turned,
-    logit_tile,
-    product,
-)
+from trm_jax.ops._operands import Operand, Operands, Tiling, add_policy, by_name, lies_turned
+from trm_jax.ops._tiles import LANES, SUBLANES, Units, logit_tile, product
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_logps._config import logps_blocks
 

@@ -1,0 +1,230 @@
+"""TPU kernels: one sweep over both heads for normalisers, entropies and KL, a second one for TV.
+
+First sweep, with ``x = (z_θ - z_roll) - (top_θ - top_roll)`` of the running tops: beside each policy's online softmax
+it sums ``E_roll[x]`` and the curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series
+for small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
+exponential. A new top moves both sums exactly, so that they end about the most likely token. Second sweep:
+``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
+
+Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
+as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from trm_jax.ops._online_softmax import Softmax, softmax_start, softmax_update
+from trm_jax.ops._operands import Operand, Tiling, by_name
+from trm_jax.ops._partials import moved
+from trm_jax.ops._tiles import CHUNK, LANES, MASKED, UNSEEN, Units, fold_rows, is_token, logit_tile
+
+__all__ = ["SUMS", "Static", "statistics_kernel", "tv_kernel"]
+
+_ROUNDING = 2e-6
+"""Above what rounding makes of ``w_θ - w_roll (1 + x)``, in units of ``w_roll``.
+
+``x²/2 + x³/6`` never exceeds ``expm1(x) - x``, and neither does the difference less this: the larger of them is at most
+6e-4 below, most where they meet, at ``|x| = 0.08``.
+"""
+
+_TINY = 1 / 32
+"""Below it the second sweep takes two terms of ``expm1``, exact to 2e-4 of it; above, ``π_θ - π_roll``."""
+
+SUMS = 9
+"""Running sums of the first sweep, the leaves of ``_Sums``."""
+
+
+class Static(NamedTuple):
+    """What a kernel knows when it is compiled."""
+
+    vocabulary: int
+    tiling: Tiling
+    units: Units
+    layout: tuple[Operand, ...]
+    group: int
+    biased: bool
+
+    def tiles(
+        self, refs: dict[str, Any], columns: slice, first: Array, ragged: bool, beside: Iterator[None]
+    ) -> tuple[Array, Array]:
+        """Both policies' logits for some columns of the tokens, and ``beside`` run to its end."""
+        rollout_head = "rollout_" if "rollout_head" in refs else "policy_"
+        policy, rollout = (
+            logit_tile(refs, prefix, head, columns, self.units, first, self.vocabulary, ragged=ragged, beside=beside)
+            for prefix, head in (("policy_", "policy_"), ("rollout_", rollout_head))
+        )
+        for _ in beside:
+            pass
+        return policy, rollout
+
+    def sweep(self, refs: dict[str, Any], held: Any, step: Any, finish: Any) -> None:
+        """Runs the pieces of ``step(columns, first, tiles)`` on a tile's columns, and ``finish`` after the last tile.
+
+        The last columns' logits are held over to the next tile, whose first product has nothing else beside it.
+        """
+        j, last = pl.program_id(1), pl.num_programs(1) - 1
+        size, tokens = self.tiling.vocabulary, self.tiling.tokens
+        first = j * size
+        groups = [slice(start, start + self.group) for start in range(0, tokens, self.group)]
+
+        @pl.when(j == 0)
+        def _() -> None:
+            held[...] = jnp.full_like(held, MASKED)  # adds nothing
+
+        def tile(ragged: bool) -> None:
+            waiting = groups[-1], first - size, (held[0], held[1])
+            for columns in groups:
+                tiles = self.tiles(refs, columns, first, ragged, step(*waiting))
+                waiting = columns, first, tiles
+            held[0], held[1] = waiting[2]
+
+        def rest(k: Array, _: None) -> None:
+            inside = pl.ds(pl.multiple_of(k * LANES, LANES), LANES)
+            columns = pl.ds(pl.multiple_of(groups[-1].start + k * LANES, LANES), LANES)
+            for _ in step(columns, first, (held[0, :, inside], held[1, :, inside])):
+                pass
+
+        if self.vocabulary % size:
+            pl.when(j < last)(lambda: tile(False))
+            pl.when(j == last)(lambda: tile(True))
+        else:
+            tile(False)
+
+        @pl.when(j == last)
+        def _() -> None:
+            # A loop, because a branch of straight code would be made part of every step by predicates.
+            jax.lax.fori_loop(0, self.group // LANES, rest, None)
+            finish()
+
+
+def _difference(t: Array, r: Array, shift: Array, units: Units, exact: bool) -> Array:
+    """``(z_θ - z_roll) - shift``; equal logits differ by exactly 0 before the unit is multiplied in."""
+    d = t - r
+    if exact:  # a multiplication before the subtraction may have been fused into it
+        d = jnp.where(t == r, 0.0, d)
+    return (d if units.unit == 1.0 else d * units.unit) - shift
+
+
+class _Sums(NamedTuple):
+    """Running sums, ``[8, tokens]`` each, in the kernel's units; ``curvature`` and what follows as in the record."""
+
+    policy: Softmax
+    rollout: Softmax
+    curvature: Array
+    moment: Array
+    lost: Array
+
+    @classmethod
+    def of(cls, rows: Any) -> _Sums:
+        return cls(Softmax(*rows[:3]), Softmax(*rows[3:6]), *rows[6:])
+
+    def shift(self, unit: float) -> Array:
+        """In logits. A bit of the product is dropped, so that no later subtraction can take the unrounded product."""
+        gap = self.policy.top - self.rollout.top
+        if unit == 1.0:
+            return gap
+        bits = jax.lax.bitcast_convert_type(gap * unit, jnp.int32) & ~1
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    def about(self, policy_top: Array, rollout_top: Array, units: Units) -> _Sums:
+        """The same sums referred to larger tops."""
+        policy, policy_factor = softmax_update(self.policy, policy_top, units.exponent)
+        rollout, rollout_factor = softmax_update(self.rollout, rollout_top, units.exponent)
+        unseen = (self.policy.top <= UNSEEN) | (self.rollout.top <= UNSEEN)
+        new = self._replace(policy=policy, rollout=rollout)
+        step = jnp.where(unseen, 0.0, new.shift(units.unit) - self.shift(units.unit))
+        shared = jnp.where(unseen, 0.0, self.rollout.total - self.lost)
+        curvature, moment = moved(self.curvature, self.moment, shared, policy_factor, rollout_factor, step)
+        return _Sums(policy, rollout, curvature, moment, rollout_factor * self.lost)
+
+    def merged(self, units: Units) -> _Sums:
+        """The eight sublanes as one, ``[1, tokens]``."""
+        shape = self.lost.shape
+        policy_top, rollout_top = (jnp.max(side.top, axis=0, keepdims=True) for side in (self.policy, self.rollout))
+        alike = self.about(jnp.broadcast_to(policy_top, shape), jnp.broadcast_to(rollout_top, shape), units)
+        sums: _Sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
+        policy, rollout = sums.policy._replace(top=policy_top), sums.rollout._replace(top=rollout_top)
+        return sums._replace(policy=policy, rollout=rollout)
+
+
+def statistics_kernel(static: Static, *refs: Any) -> None:
+    """The first sweep: ``SUMS`` rows of merged statistics, and the shift behind them."""
+    named, (out, state, held) = by_name(static.layout, refs)
+    units, size = static.units, static.tiling.vocabulary
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        start = softmax_start(state.shape[1:])
+        for i, value in enumerate((*start, *start)):
+            state[i] = value
+        state[6:] = jnp.zeros_like(state[6:])
+
+    def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
+        t_tile, r_tile = tiles
+        tokens = named["tokens"][:, columns]
+        old = _Sums.of([state[i, :, columns] for i in range(SUMS)])
+        t_top = jnp.maximum(old.policy.top, jnp.max(fold_rows(t_tile, 0, size), axis=0))
+        r_top = jnp.maximum(old.rollout.top, jnp.max(fold_rows(r_tile, 0, size), axis=0))
+        sums = old.about(t_top, r_top, units)
+        shift, rows = sums.shift(units.unit), jax.tree.leaves(sums)
+        for start in range(0, size, CHUNK):
+            t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
+            own = is_token(tokens, first, start, CHUNK)
+            t_gap, r_gap = (z - jnp.where(own, -MASKED, top) for z, top in ((t, t_top), (r, r_top)))  # weighs 0
+            w, v = jnp.exp2(units.exponent * t_gap), jnp.exp2(units.exponent * r_gap)
+            x = _difference(t, r, shift, units, static.biased)
+            if static.biased:
+                absent = jnp.where((t <= UNSEEN) & (v > 0), v, 0.0)
+                rows[8] += jnp.sum(absent, axis=0)
+                x = jnp.where(absent > 0, 0.0, x)
+            vx = v * x
+            series = vx * x * (0.5 + x * (1 / 6))
+            curvature = jnp.maximum(series, w - v * (x + (1.0 + _ROUNDING)))
+            for i, value in ((1, w), (2, w * t_gap), (4, v), (5, v * r_gap), (6, curvature), (7, vx)):
+                rows[i] += jnp.sum(value, axis=0)
+            yield
+        for i, value in enumerate(rows):
+            state[i, :, columns] = value
+
+    def finish() -> None:
+        sums = _Sums.of([state[i] for i in range(SUMS)]).merged(units)
+        for i, value in enumerate((*jax.tree.leaves(sums), sums.shift(units.unit))):
+            out[i : i + 1, :] = value
+
+    static.sweep(named, held, step, finish)
+
+
+def tv_kernel(static: Static, *refs: Any) -> None:
+    """The second sweep: one row of total variation, the sampled tokens left out."""
+    named, (out, state, held) = by_name(static.layout, refs)
+    units, size = static.units, static.tiling.vocabulary
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        state[...] = jnp.zeros_like(state)
+
+    def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
+        t_tile, r_tile = tiles
+        rows = ("shift", "normaliser", "policy_normaliser", "rollout_normaliser")
+        shift, normaliser, t_norm, r_norm = (named[name][:, columns] for name in rows)
+        tokens, total = named["tokens"][:, columns], state[:, columns]
+        for start in range(0, size, CHUNK):
+            t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
+            p, q = jnp.exp2(units.exponent * (t - t_norm)), jnp.exp2(units.exponent * (r - r_norm))
+            d = _difference(t, r, shift, units, static.biased) - normaliser
+            gap = jnp.where(jnp.abs(d) < _TINY, q * d * (1.0 + 0.5 * d), p - q)
+            total += jnp.sum(jnp.where(is_token(tokens, first, start, CHUNK), 0.0, jnp.abs(gap)), axis=0)
+            yield
+        state[:, columns] = total
+
+    def finish() -> None:
+        out[...] = 0.5 * jnp.sum(state[...], axis=0, keepdims=True)
+
+    static.sweep(named, held, step, finish)
