@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 import time
 from collections import deque
 from typing import Any
 
 from trm_jax.integrations.jetstream._delivery import deliver
-from trm_jax.integrations.jetstream._engine import PolicyBox, RolloutEngine
+from trm_jax.integrations.jetstream._engine import RolloutEngine
+from trm_jax.integrations.jetstream._exchange import WeightExchange
 from trm_jax.integrations.jetstream._library import jetstream
-from trm_jax.integrations.jetstream._state import Counters, Health, QueueFull, Unavailable, Update
-from trm_jax.integrations.jetstream._work import Failure, Prefilled, Sample, Work
+from trm_jax.integrations.jetstream._state import Counters, Health, QueueFull, Unavailable
+from trm_jax.integrations.jetstream._work import Failure, Outstanding, Prefilled, Sample, Work
 from trm_jax.serve import PolicyWeights, Prefix
 
 __all__ = ["RolloutDriver"]
@@ -47,15 +47,11 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         self, engine: RolloutEngine, policy: PolicyWeights, *, queue_limit: int, stall_seconds: float = 300.0
     ) -> None:
         # The base class starts the threads, so everything they read comes before it.
-        self._engine, self._box = engine, PolicyBox(policy)
+        self._engine, self._exchange = engine, WeightExchange(policy)
         self.counters = Counters()
-        self._version = int(policy.version)
+        self._outstanding = Outstanding(self.counters)
         self._stall_seconds = stall_seconds
         self._dead = ""
-        self._update: Update | None = None
-        self._update_lock, self._swap_lock = threading.Lock(), threading.Lock()
-        self._outstanding: set[Work] = set()
-        self._outstanding_lock = threading.Lock()
         self._in_prefill = 0
         self._fault: BaseException | None = None
         self._failures = 0
@@ -63,8 +59,8 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         super().__init__(
             prefill_engines=[engine],
             generate_engines=[engine],
-            prefill_params=[self._box],
-            generate_params=[self._box],
+            prefill_params=[self._exchange.box],
+            generate_params=[self._exchange.box],
             interleaved_mode=True,
             jax_padding=False,
         )
@@ -80,7 +76,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
     @property
     def version(self) -> int:
         """Policy version of the weights in use."""
-        return self._version
+        return self._exchange.version
 
     @property
     def queue_limit(self) -> int:
@@ -97,14 +93,11 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         health = self.health()
         if not health.live:
             raise Unavailable(health.reason)
-        work.on_end = self._ended
-        with self._outstanding_lock:
-            self._outstanding.add(work)
+        self._outstanding.add(work)
         try:
             self.place_request_on_prefill_queue(work)
         except queue.Full:
-            with self._outstanding_lock:
-                self._outstanding.discard(work)
+            self._outstanding.discard(work)
             self.counters.refused += 1
             raise QueueFull(
                 f"{self._prefill_backlog.maxsize} requests wait already; try again later, or raise queue_limit."
@@ -122,19 +115,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         Raises:
           Unavailable: the driver is dead, or the change did not come in time; it is then withdrawn.
         """
-        with self._update_lock:
-            update = Update(policy, finish_first)
-            self._update = update
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while not update.done.wait(0.05):
-                health = self.health()
-                late = deadline is not None and time.monotonic() > deadline
-                if late or not health.live:
-                    with self._swap_lock:
-                        if update.done.is_set():
-                            return
-                        self._update = None
-                    raise Unavailable(health.reason or f"weights not taken within {timeout} s; the old ones stay")
+        self._exchange.offer(policy, finish_first=finish_first, timeout=timeout, why_not=lambda: self.health().reason)
 
     def health(self) -> Health:
         """Whether all threads live and decode calls return."""
@@ -155,31 +136,17 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         health = self.health()
         if not health.live:
             self._dead = self._dead or health.reason
-            self._fail_all(Failure(kind="unavailable", message=health.reason))
+            self._outstanding.fail_all(Failure(kind="unavailable", message=health.reason))
         return health
 
     def stop(self) -> None:
         """Ends every request and the threads."""
         self._dead = self._dead or "the server is stopping"
-        self._fail_all(Failure(kind="unavailable", message=self._dead))
+        self._outstanding.fail_all(Failure(kind="unavailable", message=self._dead))
         super().stop()
-
-    def _ended(self, work: Work) -> None:
-        with self._outstanding_lock:  # any thread may end a request
-            self._outstanding.discard(work)
-            kind = "finished" if work.failure is None else work.failure.kind
-            self.counters.finished += kind == "finished"
-            self.counters.cancelled += kind == "cancelled"
-            self.counters.failed += kind not in ("finished", "cancelled")
 
     def _count_tokens(self, count: int) -> None:
         self.counters.tokens += count
-
-    def _fail_all(self, failure: Failure) -> None:
-        with self._outstanding_lock:
-            works = list(self._outstanding)
-        for work in works:
-            work.fail(failure)
 
     def cancel(self, work: Work) -> None:
         """Ends a request whose client is gone."""
@@ -210,7 +177,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 return
 
     def _run_prompts(self, works: list[Work]) -> Prefilled:
-        policy = self._box.current
+        policy = self._exchange.box.current
         prefix: Prefix = self._engine.slots.prefill(policy, [work.request.prompt for work in works])
         self.counters.prefills += 1
         return Prefilled(works, prefix, policy)
@@ -238,7 +205,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                     self._dead = (
                         f"decoding failed {self._failures} times in a row, last: {type(error).__name__}: {error}"
                     )
-                    self._fail_all(Failure(kind="unavailable", message=self._dead))
+                    self._outstanding.fail_all(Failure(kind="unavailable", message=self._dead))
 
     def _await_free_slots(self, idx: int) -> None:
         """Waits until what decoded has been given up, so that nothing decodes for nobody."""
@@ -254,7 +221,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             if fault is not None:
                 raise fault
             idle = slots.qsize() == self._engine.max_concurrent_decodes
-            draining = self._take_update(idle=idle)
+            draining = self._exchange.take(self.counters, idle=idle)
             if not draining and not self._fetch(idx, pending):
                 return
             state, started = self._start(state, pending, slots, draining=draining)
@@ -263,27 +230,10 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             elif slots.qsize() == self._engine.max_concurrent_decodes:
                 self._progress = time.monotonic()
                 continue
-            state, result = self._engine.generate(self._box, state)
+            state, result = self._engine.generate(self._exchange.box, state)
             result.copy_to_host_async()
             self._put_result(idx, (step, result))
             step += 1
-
-    def _take_update(self, *, idle: bool) -> bool:
-        """Swaps the weights if it is time; whether new samples must wait for a swap."""
-        update = self._update
-        if update is None:
-            return False
-        if update.finish_first and not idle:
-            return True
-        version = int(update.policy.version)
-        with self._swap_lock:
-            if self._update is not update:  # withdrawn in this moment
-                return False
-            self._box.current, self._version = update.policy, version
-            self._update = None
-            update.done.set()
-        self.counters.updates += 1
-        return False
 
     def _fetch(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> bool:
         """Takes prefilled requests, waiting for one under way while slots are free; False when the thread shall end."""
@@ -294,7 +244,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             try:
                 prefilled = backlog.get(block=bool(coming) or (idle and not pending), timeout=0.05)
             except queue.Empty:
-                if self._update is not None or not (coming and self.live):
+                if self._exchange.waiting or not (coming and self.live):
                     return True
                 continue
             if prefilled is None:
@@ -309,7 +259,9 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         started: list[tuple[int, Sample]] = []
         while pending and not draining:
             group = pending[0][2]
-            if group.policy is not self._box.current:  # a sample never starts from keys and values of older weights
+            if (
+                group.policy is not self._exchange.box.current
+            ):  # a sample never starts from keys and values of older weights
                 again = self._run_prompts(group.works)
                 group.prefix, group.policy = again.prefix, again.policy
             taken: list[tuple[int, int, Sample]] = []

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
-from trm_jax.serve import PolicyWeights
-
-__all__ = ["Counters", "Health", "QueueFull", "Unavailable", "Update"]
+__all__ = ["Counters", "Health", "QueueFull", "Unavailable"]
 
 
 class QueueFull(RuntimeError):
@@ -60,18 +57,3 @@ class Health:
     reason: str
     queue_depth: int
     slots_busy: int
-
-
-@dataclasses.dataclass
-class Update:
-    """Weights on their way in.
-
-    Attributes:
-      policy: the weights.
-      finish_first: whether sequences in flight end before they are taken.
-      done: set when they are in use.
-    """
-
-    policy: PolicyWeights
-    finish_first: bool
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from trm_jax.integrations.jetstream._library import jetstream
+from trm_jax.integrations.jetstream._state import Counters
 from trm_jax.serve import Columns, Completion, FinishReason, PolicyWeights, Prefix, SampleRequest
 
-__all__ = ["Failure", "Prefilled", "Sample", "Work"]
+__all__ = ["Failure", "Outstanding", "Prefilled", "Sample", "Work"]
 
 _ACTIVE: Any = jetstream().orchestrator.ActiveRequest
 
@@ -153,3 +154,45 @@ class Sample:
             hidden=hidden,
             logsumexp=logsumexp,
         )
+
+
+class Outstanding:
+    """The requests that have not ended.
+
+    Args:
+      counters: where their ends are counted.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._works: set[Work] = set()
+        self._lock = threading.Lock()  # any thread may end a request
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def add(self, work: Work) -> None:
+        """A new one, until it ends."""
+        work.on_end = self._ended
+        with self._lock:
+            self._works.add(work)
+
+    def discard(self, work: Work) -> None:
+        """One that was not accepted."""
+        with self._lock:
+            self._works.discard(work)
+
+    def fail_all(self, failure: Failure) -> None:
+        """Ends every one."""
+        with self._lock:
+            works = list(self._works)
+        for work in works:
+            work.fail(failure)
+
+    def _ended(self, work: Work) -> None:
+        with self._lock:
+            self._works.discard(work)
+            kind = "finished" if work.failure is None else work.failure.kind
+            self._counters.finished += kind == "finished"
+            self._counters.cancelled += kind == "cancelled"
+            self._counters.failed += kind not in ("finished", "cancelled")
