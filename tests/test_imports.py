@@ -44,6 +44,7 @@ TABLE: dict[str, Room] = {
     "checks": _room("types", "numerics"),
     "divergences": _room(*LEAVES),
     "bounds": _room(*LEAVES),
+    "checkpoint": _room(third=ARRAYS | {"orbax"}),
     "ops": _room(*LEAVES, "divergences"),
     "correction": _room(*LEAVES, "divergences"),
     "losses": _room(*LEAVES),
@@ -60,11 +61,10 @@ TABLE: dict[str, Room] = {
     "evaluation": _room("types", "models", "rollout", "data", "report", third=ARRAYS | {"flax", "rich"}),
     "train": _room(
         *(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("data", "report", "evaluation"),
+        *("checkpoint", "data", "report", "evaluation"),
         third=ARRAYS | {"cattrs", "flax", "optax", "orbax", "rich", "tyro"},
     ),
-    # The weight directory is the trainer's checkpoint; the room of checkpoints would do.
-    "serve": _room(*LEAVES, "models", "rollout", "train", third=ARRAYS | {"flax", "google", "grpc"}),
+    "serve": _room(*LEAVES, "checkpoint", "models", "rollout", third=ARRAYS | {"flax", "google", "grpc"}),
     "integrations": _room(third=frozenset()),
     "integrations.jetstream": _room(
         *("models", "rollout", "serve"),

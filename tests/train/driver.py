@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trm_jax import cli
+from trm_jax import checkpoint, cli
 from trm_jax.data import CharTokenizer, Problem
 from trm_jax.report import JsonlWriter
-from trm_jax.train import arms, checkpoint
+from trm_jax.train import arms
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.experiment import Experiment
 from trm_jax.train.policy import random_policy

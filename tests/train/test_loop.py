@@ -152,7 +152,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_keeps_the_last(mak
 
     def full(step, arrays, state):
         if step == 4:
-            monkeypatch.setattr("trm_jax.train.checkpoint._flush", _full)
+            monkeypatch.setattr("trm_jax.checkpoint._flush", _full)
         return save(step, arrays, state)
 
     def _full(path):

@@ -14,13 +14,33 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from trm_jax.models import ComputeConfig, Transformer, head_log_probs, init_cache
+from trm_jax.models import ComputeConfig, KVCache, Transformer, TransformerOutput, head_log_probs, init_cache
 from trm_jax.rollout._config import EngineConfig, SamplingConfig
 from trm_jax.rollout._sampling import pack_support, sample
 from trm_jax.rollout._slots import Record, Slots
 from trm_jax.rollout._weights import EngineWeights
 
-__all__ = ["admit", "decode"]
+__all__ = ["admit", "cache_into_slots", "decode", "into_slots", "run_prompts"]
+
+
+def run_prompts(
+    model: Transformer, prompts: Array, noise_seeds: Array, *, config: EngineConfig, compute: ComputeConfig
+) -> TransformerOutput:
+    """One pass over prompts ``[R, P]`` that fills a cache of the engine's row length."""
+    empty = init_cache(model.config, prompts.shape[0], config.sequence_length, compute)
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+    return model(prompts, positions=positions, cache=empty, compute=compute, jitter_seeds=noise_seeds)
+
+
+def into_slots(old: Array, new: Array, slot: Array) -> Array:
+    """``old`` with ``new[i]`` at ``slot[i]``; a slot past the end is dropped."""
+    return old.at[slot].set(new.astype(old.dtype), mode="drop")
+
+
+def cache_into_slots(cache: KVCache, prefix: KVCache, slot: Array, row: Array) -> KVCache:
+    """``cache`` with keys and values of prompt ``row[i]`` in ``slot[i]``; a slot past the end is dropped."""
+    out: KVCache = jax.tree.map(lambda c, p: c.at[:, slot].set(p[:, row], mode="drop"), cache, prefix)
+    return out
 
 
 def admit(
@@ -53,28 +73,21 @@ def admit(
       compute: arithmetic.
     """
     model: Transformer = nnx.merge(graphdef, weights.params)
-    empty = init_cache(model.config, prompts.shape[0], config.sequence_length, compute)
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    out = model(prompts, positions=positions, cache=empty, compute=compute, jitter_seeds=noise_seeds)
-    prefix = out.cache
-    assert prefix is not None
-
-    def place(old: Array, new: Array) -> Array:
-        return old.at[slot].set(new.astype(old.dtype), mode="drop")
-
+    out = run_prompts(model, prompts, noise_seeds, config=config, compute=compute)
+    assert out.cache is not None
     begun = {"step": jnp.zeros_like(slot), "alive": jnp.ones_like(slot, bool), **start}
     slots = dataclasses.replace(
         slots,
-        cache=jax.tree.map(lambda c, p: c.at[:, slot].set(p[:, row], mode="drop"), slots.cache, prefix),
-        **{name: place(getattr(slots, name), value) for name, value in begun.items()},
+        cache=cache_into_slots(slots.cache, out.cache, slot, row),
+        **{name: into_slots(getattr(slots, name), value, slot) for name, value in begun.items()},
     )
     if record.routes is None or out.routed_experts is None:
         return slots, record
     # Decoding runs the last prompt token again, and writes its routes then.
-    before = positions[:1] < start["position"][:, None]
+    length = prompts.shape[1]
+    before = jnp.arange(length)[None, :] < start["position"][:, None]
     routes = jnp.where(before[:, :, None, None], _by_position(out.routed_experts)[row], -1)
     request = jnp.where(slot < config.slots, start["request"], record.routes.shape[0])
-    length = prompts.shape[1]
     routes = record.routes.at[request, :length].set(routes.astype(record.routes.dtype), mode="drop")
     return slots, dataclasses.replace(record, routes=routes)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt8, UInt32
 
 from trm_jax.models import ComputeConfig, restrict_log_probs
 from trm_jax.rollout._config import SamplingConfig
 
-__all__ = ["nucleus", "pack_support", "sample"]
+__all__ = ["draw_tokens", "nucleus", "pack_support", "sample"]
 
 
 def nucleus(logps: Float[Array, "N V"], top_p: float) -> Bool[Array, "N V"]:
@@ -37,6 +37,20 @@ def pack_support(kept: Bool[Array, "N V"]) -> UInt8[Array, "N V8"]:
     return jnp.packbits(kept, axis=-1, bitorder="little")
 
 
+def draw_tokens(logps: Float[Array, "N V"], seeds: UInt32[Array, " N"], steps: Int[Array, " N"]) -> Int32[Array, " N"]:
+    """Token ``steps`` of every row, drawn with ``fold_in(key(seed), step)``, whatever else is drawn beside it.
+
+    >>> logps = jnp.log(jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+    >>> print(draw_tokens(logps, jnp.array([7, 7], jnp.uint32), jnp.array([0, 3])))
+    [0 1]
+    """
+
+    def draw(row: Array, seed: Array, step: Array) -> Array:
+        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), step), row)
+
+    return jax.vmap(draw)(logps, seeds, steps).astype(jnp.int32)
+
+
 def sample(
     logps: Float[Array, "N V"],
     seeds: UInt32[Array, " N"],
@@ -48,7 +62,7 @@ def sample(
 
     Args:
       logps: log-probs at ``sampling.temperature`` over the whole vocabulary.
-      seeds: a row's seed. Token ``t`` of a row is drawn with ``fold_in(key(seed), t)``, whatever slot it runs in.
+      seeds: a row's seed. See ``draw_tokens``.
       steps: ``t``, the response index of the token to be drawn.
       sampling: options.
       compute: the arithmetic of the renormalisation within a nucleus.
@@ -68,9 +82,5 @@ def sample(
     if sampling.top_p < 1.0:
         kept = nucleus(logps, sampling.top_p)
         logps = restrict_log_probs(logps, kept, compute=compute)
-
-    def draw(row: Array, seed: Array, step: Array) -> Array:
-        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), step), row)
-
-    token = jax.vmap(draw)(logps, seeds, steps).astype(jnp.int32)
+    token = draw_tokens(logps, seeds, steps)
     return token, jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0], kept

@@ -8,6 +8,7 @@ own, and what was sampled leaves with each chunk instead of being kept on the de
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from trm_jax.models import ComputeConfig, KVCache, QuantizedArray, Transformer, dequantize, head_log_probs, init_cache
-from trm_jax.rollout import EngineConfig, EngineWeights
+from trm_jax.models import ComputeConfig, KVCache, QuantizedArray, Transformer, dequantize, head_log_probs
+from trm_jax.rollout import EngineConfig, EngineWeights, cache_into_slots, into_slots, run_prompts
 from trm_jax.serve._sampling import RowSampling, sample_rows
 
 __all__ = [
@@ -184,9 +185,7 @@ def prefill(
       compute: arithmetic.
     """
     model: Transformer = nnx.merge(graphdef, policy.weights.params)
-    empty = init_cache(model.config, prompts.shape[0], config.sequence_length, compute)
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    cache = model(prompts, positions=positions, cache=empty, compute=compute, jitter_seeds=noise_seeds).cache
+    cache = run_prompts(model, prompts, noise_seeds, config=config, compute=compute).cache
     assert cache is not None
     last = lengths - 1
     return Prefix(cache=cache, token=jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0], position=last)
@@ -195,16 +194,14 @@ def prefill(
 def insert(prefix: Prefix, state: DecodeState, slot: Array, row: Array, requests: SlotRequests) -> DecodeState:
     """Starts prompt ``row[i]`` in ``slot[i]`` with ``requests[i]``; drops slots past the end. Donates ``state``."""
 
-    def place(old: Array, new: Array) -> Array:
-        return old.at[slot].set(new.astype(old.dtype), mode="drop")
-
+    put = functools.partial(into_slots, slot=slot)
     return DecodeState(
-        cache=jax.tree.map(lambda c, p: c.at[:, slot].set(p[:, row], mode="drop"), state.cache, prefix.cache),
-        token=place(state.token, prefix.token[row]),
-        position=place(state.position, prefix.position[row]),
-        step=place(state.step, jnp.zeros_like(slot)),
-        alive=place(state.alive, jnp.ones_like(slot, bool)),
-        requests=jax.tree.map(place, state.requests, requests),
+        cache=cache_into_slots(state.cache, prefix.cache, slot, row),
+        token=put(state.token, prefix.token[row]),
+        position=put(state.position, prefix.position[row]),
+        step=put(state.step, jnp.zeros_like(slot)),
+        alive=put(state.alive, jnp.ones_like(slot, bool)),
+        requests=jax.tree.map(put, state.requests, requests),
     )
 
 

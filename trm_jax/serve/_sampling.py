@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt8, UInt32
 
 from trm_jax.models import ComputeConfig, restrict_log_probs
-from trm_jax.rollout import pack_support
+from trm_jax.rollout import draw_tokens, pack_support
 
 __all__ = ["RowSampling", "row_support", "sample_rows"]
 
@@ -110,10 +110,7 @@ def sample_rows(
 
     drawn_from, support = jax.lax.cond(jnp.any(cuts), restrict, whole, scaled)
 
-    def draw(row: Array, seed: Array, step: Array) -> Array:
-        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), step), row)
-
-    drawn = jax.vmap(draw)(drawn_from, seeds, steps)
+    drawn = draw_tokens(drawn_from, seeds, steps)
     token = jnp.where(rows.greedy, jnp.argmax(scaled, axis=-1), drawn).astype(jnp.int32)
     logp = jnp.take_along_axis(drawn_from, token[:, None], axis=-1)[:, 0]
     return token, jnp.where(rows.greedy & ~jnp.isnan(logp), 0.0, logp), support

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trm_jax.train import Checkpointer, CheckpointError
+from trm_jax.checkpoint import Checkpointer, CheckpointError
 
 __all__ = ["WeightDirectory", "WeightsRefused"]
 

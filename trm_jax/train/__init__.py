@@ -1,11 +1,11 @@
 """Training: configuration, the jitted update, the loop, checkpoints, and arms over seeds."""
 
+from trm_jax.checkpoint import Checkpointer as Checkpointer
+from trm_jax.checkpoint import CheckpointError as CheckpointError
 from trm_jax.train.arms import ArmsFailed as ArmsFailed
 from trm_jax.train.arms import Interrupted as Interrupted
 from trm_jax.train.arms import check_arms as check_arms
 from trm_jax.train.arms import run_experiment as run_experiment
-from trm_jax.train.checkpoint import Checkpointer as Checkpointer
-from trm_jax.train.checkpoint import CheckpointError as CheckpointError
 from trm_jax.train.config import RunConfig as RunConfig
 from trm_jax.train.config import TrainConfig as TrainConfig
 from trm_jax.train.evidence import NonFiniteError as NonFiniteError

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from flax import nnx
 from jax.sharding import Mesh
 
+from trm_jax.checkpoint import CheckpointError
 from trm_jax.models import make_mesh
 from trm_jax.report import ConsoleProgress, PlannedRun, write_report
-from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment, check_experiment, open_experiment

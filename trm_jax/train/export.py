@@ -9,8 +9,8 @@ from typing import Any
 
 from flax import nnx
 
+from trm_jax.checkpoint import CheckpointError
 from trm_jax.models import export_pretrained
-from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.policy import pretrained_directory
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from trm_jax.train.checkpoint import Checkpointer
+from trm_jax.checkpoint import Checkpointer
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.evidence import NonFiniteError, skip_reason, write_evidence, write_samples

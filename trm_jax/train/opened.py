@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from trm_jax.checkpoint import Checkpointer, CheckpointError
 from trm_jax.data import Tokenizer
 from trm_jax.evaluation import EvaluationTask, Policy
 from trm_jax.train._structured import structured
-from trm_jax.train.checkpoint import Checkpointer, CheckpointError
 from trm_jax.train.config import TrainConfig
 from trm_jax.train.experiment import open_experiment
 from trm_jax.train.records import read_record

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trm_jax.checkpoint import CheckpointError
 from trm_jax.report import JsonlWriter, MultiWriter, TensorBoardWriter
 from trm_jax.report.writers import write_atomically
-from trm_jax.train.checkpoint import CheckpointError
 from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
 from trm_jax.train.loop import RunOutcome
 

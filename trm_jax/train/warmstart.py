@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from trm_jax import ops
+from trm_jax.checkpoint import Checkpointer
 from trm_jax.data import supervised_stream
 from trm_jax.models import ComputeConfig, Transformer
-from trm_jax.train.checkpoint import Checkpointer
 from trm_jax.train.config import ModelConfig, TrainConfig
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.evidence import NonFiniteError, write_evidence

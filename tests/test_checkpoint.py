@@ -19,9 +19,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trm_jax import checkpoint as module
+from trm_jax.checkpoint import Checkpointer, CheckpointError
 from trm_jax.models import Transformer, TransformerConfig, make_mesh
-from trm_jax.train import Checkpointer, CheckpointError, TrainConfig, init_state, make_optimizer, state_shardings
-from trm_jax.train import checkpoint as module
+from trm_jax.train import TrainConfig, init_state, make_optimizer, state_shardings
 from trm_jax.train.state import make_schedule
 
 
@@ -262,7 +263,7 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 import jax.numpy as jnp
-from trm_jax.train.checkpoint import Checkpointer, CheckpointError
+from trm_jax.checkpoint import Checkpointer, CheckpointError
 keeper = Checkpointer(Path(sys.argv[1]))
 keeper.save(1, {"a": jnp.arange(4.0)}, {})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
