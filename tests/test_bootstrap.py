@@ -219,6 +219,19 @@ def test_test_hands_its_arguments_to_pytest_in_the_clone(
     assert "\npytest==" in pip_calls[0][-1]
 
 
+def test_test_alone_runs_the_suite_in_a_process_more_than_there_are_cores(
+    bootstrap: ModuleType,
+    pip_calls: list[list[str]],
+    executed: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for cores, processes in ((2, "3"), (64, "8"), (None, "2")):
+        monkeypatch.setattr(bootstrap.os, "cpu_count", lambda cores=cores: cores)
+        bootstrap.main(["--venv", str(tmp_path / "env"), "test"])
+        assert executed.pop()[1:] == ["-m", "pytest", "-n", processes]
+
+
 def test_train_hands_its_arguments_on_and_finds_the_clones_configuration(
     bootstrap: ModuleType, pip_calls: list[list[str]], executed: list[list[str]], tmp_path: Path
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,6 +51,24 @@ def test_in_range_accepts_closed_ends_and_none() -> None:
 def test_in_range_open_ends() -> None:
     with pytest.raises(ValueError, match=r"cap must lie in \(0, inf\)"):
         checks.in_range("cap", math.inf, low=0.0, low_open=True, high_open=True)
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", None, [0.5], np.zeros(2), object()])
+def test_number_refuses_what_is_none(value: object) -> None:
+    with pytest.raises(TypeError, match="cap must be a number, given"):
+        checks.number("cap", value)
+
+
+def test_number_takes_every_kind_of_scalar() -> None:
+    for value in (2, 2.0, np.float32(2), np.array(2.0), jnp.float32(2), Fraction(2)):
+        assert type(checks.number("cap", value)) is float
+        assert checks.in_range("cap", value, low=2.0) == 2.0  # type: ignore[arg-type]
+
+
+def test_required_names_the_array_that_is_missing() -> None:
+    checks.required(proximal_logps=np.zeros(1))
+    with pytest.raises(TypeError, match="rollout_logps must be an array, given None"):
+        checks.required(proximal_logps=np.zeros(1), rollout_logps=None)
 
 
 def test_ordered_names_both_ends() -> None:

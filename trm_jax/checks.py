@@ -11,7 +11,17 @@ import jax.numpy as jnp
 
 from trm_jax.numerics import AnyArray
 
-__all__ = ["bool_mask", "in_range", "known_name", "ordered", "rows_of_tokens", "same_shape", "shape_of"]
+__all__ = [
+    "bool_mask",
+    "in_range",
+    "known_name",
+    "number",
+    "ordered",
+    "required",
+    "rows_of_tokens",
+    "same_shape",
+    "shape_of",
+]
 
 
 def shape_of(name: str, array: AnyArray) -> tuple[int, ...]:
@@ -48,6 +58,22 @@ def same_shape(**arrays: AnyArray | None) -> tuple[int, ...]:
     return next(iter(shapes.values()))
 
 
+def required(**arrays: AnyArray | None) -> None:
+    """Refuses arrays that are None where none may be left out.
+
+    Raises:
+      TypeError: naming the array.
+
+    >>> required(proximal_logps=None)
+    Traceback (most recent call last):
+      ...
+    TypeError: proximal_logps must be an array, given None
+    """
+    for name, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{name} must be an array, given None")
+
+
 def rows_of_tokens(shape: tuple[int, ...]) -> None:
     """Refuses anything but ``[B, T]``: a third axis would be reduced over as if it were tokens.
 
@@ -69,6 +95,22 @@ def bool_mask(**masks: AnyArray | None) -> None:
     for name, mask in masks.items():
         if mask is not None and mask.dtype != jnp.bool_:
             raise TypeError(f"{name} must be bool (True = counts), given dtype {mask.dtype}: pass {name} > 0")
+
+
+def number(name: str, value: Any) -> float:
+    """The scalar as a Python float: an int, a NumPy or a JAX scalar may stand for one, a text or a list may not.
+
+    Raises:
+      TypeError: naming the field and what was given.
+
+    >>> number("tis_cap", "2")
+    Traceback (most recent call last):
+      ...
+    TypeError: tis_cap must be a number, given '2'
+    """
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or jnp.shape(value) != ():
+        raise TypeError(f"{name} must be a number, given {value!r}")
+    return float(value)
 
 
 @overload
@@ -105,6 +147,7 @@ def in_range(
 
     Raises:
       ValueError: naming the field, its value and the interval. NaN is always refused.
+      TypeError: on what is no number.
 
     >>> in_range("cap", 0.0, low=0.0, low_open=True)
     Traceback (most recent call last):
@@ -113,12 +156,13 @@ def in_range(
     """
     if value is None:
         return None
+    given, value = value, number(name, value)
     above = value > low if low_open else value >= low
     below = value < high if high_open else value <= high
     if not (above and below):
         left, right = "(" if low_open else "[", ")" if high_open else "]"
-        raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, given {value!r}")
-    return float(value)
+        raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, given {given!r}")
+    return value
 
 
 def ordered(low_name: str, low: float, high_name: str, high: float) -> None:

@@ -267,6 +267,7 @@ def test_packed_equals_unpacked(baseline: Any) -> None:
         assert_same(out.metrics, want.metrics)
 
 
+@pytest.mark.slow
 def test_vmap_equals_a_loop() -> None:
     batches = [make(seed) for seed in range(3)]
     mapped = jax.jit(jax.vmap(lambda x: (decisions(x), loss_totals(x, jnp.asarray(x.policy)))))(
@@ -276,6 +277,7 @@ def test_vmap_equals_a_loop() -> None:
         assert_same(jax.tree.map(lambda v, i=i: v[i], mapped), everything(x)[:2])
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded(baseline: Any) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))

@@ -68,12 +68,20 @@ def test_presets_cannot_be_changed_and_are_hashable() -> None:
 
 
 def test_a_threshold_is_a_number() -> None:
-    for name, value in (("tis_cap", None), ("exact_high", None), ("mean_token_kl", "0.1")):
+    for name, value in (("tis_cap", None), ("exact_high", None), ("mean_token_kl", "0.1"), ("seq_cap", b"2")):
         config = copy.copy(correction.preset("tis"))
         object.__setattr__(config, name, value)  # past the run-time types of the tests
-        with pytest.raises(ValueError, match=f"{name} must be a number, given {value!r}"):
+        with pytest.raises(TypeError, match=f"{name} must be a number, given {value!r}"):
             config.__post_init__()
     assert correction.CorrectionConfig(max_k2=None, sentinel=None).max_k2 is None
+
+
+def test_masks_are_names_and_not_one_name() -> None:
+    for value in ("trm_max", 5, None):
+        config = copy.copy(correction.preset("tis"))
+        object.__setattr__(config, "masks", value)
+        with pytest.raises(TypeError, match="masks must be a tuple of names"):
+            config.__post_init__()
 
 
 def test_masks_may_come_as_a_list() -> None:

@@ -189,7 +189,7 @@ def test_nan_never_passes() -> None:
         assert out[name][2, 0] == 0, name
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1)])
 def test_empty_batches(shape: tuple[int, int]) -> None:
     x = {k: np.zeros(shape, v.dtype) for k, v in make().items()}
     for name, out in run(x).items():

@@ -30,6 +30,7 @@ def compiled(build, quick_jit):
     return one, (params, tokens)
 
 
+@pytest.mark.slow
 def test_each_policy_keeps_less_than_the_one_before(compiled):
     one, _ = compiled
     held = {policy: one(policy).memory_analysis().temp_size_in_bytes for policy in POLICIES}

@@ -74,6 +74,7 @@ def test_noise_has_the_stated_size_and_no_favourite(build, forward):
     assert ((counts - 100) ** 2 / 100).sum() < 20.5
 
 
+@pytest.mark.slow
 def test_a_small_jitter_flips_few_experts(build, forward):
     seeds = np.arange(600, dtype=np.uint32)
     tokens = np.tile(np.arange(12, dtype=np.int32), 50)[:, None]

@@ -99,6 +99,7 @@ def test_a_rollout_in_bfloat16_is_replayed_step_by_step_and_at_once(build, forwa
         np.testing.assert_allclose(out.hidden[:, 0], at_once.hidden[:, at], atol=ATOL)
 
 
+@pytest.mark.slow
 def test_the_router_still_learns(build, quick_jit):
     model, routes = build("moe"), drawn_routes()
 

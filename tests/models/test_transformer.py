@@ -205,6 +205,7 @@ def test_gradients_are_the_central_differences_of_the_oracle(build, quick_jit, t
             np.testing.assert_allclose(grad[index], (above - below) / 2e-5, rtol=2e-4, atol=5e-5, err_msg=str(name))
 
 
+@pytest.mark.slow
 def test_fixed_tiles_do_not_change_the_gradients(build, quick_jit):
     model, tokens = build("moe"), tokens_of(3, 7)
     readout = np.random.default_rng(2).standard_normal((3, 7, 16)).astype(np.float32)

@@ -62,6 +62,7 @@ def test_replay_removes_what_flipped_experts_do(tools, jittered):
     assert replayed.mean() < free.mean() / 50, (replayed.mean(), free.mean())
 
 
+@pytest.mark.slow
 def test_the_loss_replays_too_and_the_router_still_learns(tools, jittered):
     model, rollout, _ = jittered
     graphdef, params = nnx.split(model, nnx.Param)

@@ -165,6 +165,7 @@ def test_response_states_can_be_given(tools):
     assert not np.allclose(moved[0], taken[0], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_sharded_over_eight_devices(tools):
     """Rows over 4, heads, feed-forward and vocabulary over 2."""
     case = tools.case(rows=8, temperature=0.7, truncated=True)

@@ -182,6 +182,7 @@ def test_batch_invariant_records_equal_a_full_forward_pass_to_the_bit(tools, pro
     assert np.asarray(found.rollout_logps)[mask].tobytes() == np.asarray(logps).tobytes()
 
 
+@pytest.mark.slow
 def test_router_noise_follows_from_prompt_and_seed_alone(tools, prompts):
     noisy = RolloutNumerics(routing_jitter=1.0)
     engine = tools.engine(noisy, n_experts=4)

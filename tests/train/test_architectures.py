@@ -32,11 +32,8 @@ def go(run, **options) -> list[dict]:
     return records
 
 
-def others_slow(*default: str) -> list:
-    return [kind if kind in default else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-
-
-@pytest.mark.parametrize("kind", others_slow("qwen3_moe"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_batch_invariant_arithmetic_without_lag_has_no_mismatch_at_all(make_config, make_run, kind):
     """To the bit, over updates, in every part: biases, norms of queries and keys, latents, experts, shared experts."""
     changes = {

@@ -96,6 +96,7 @@ def tokens_in(root: Path, arm: str) -> int:
     return round(sum(8 * json.loads(line)["rollout/response_length_mean"] for line in lines))
 
 
+@pytest.mark.slow
 def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_of, tmp_path, capsys):
     warm = {"steps": 3, "batch_size": 4, "warmup_steps": 1}
     two = {"plain": {}, "lagged": {"name": "one behind", "role": "lag_only", "rollout": {"lag": 1}}}

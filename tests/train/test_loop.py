@@ -27,6 +27,7 @@ def go(run, **options) -> list[dict]:
     return records
 
 
+@pytest.mark.slow
 def test_held_weights_are_the_last_versions_and_stay_alive(make_config, make_run):
     """The update donates the state: what the engine still needs must be copies."""
     run = make_run(make_config(NO_EVALUATION))

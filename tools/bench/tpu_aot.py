@@ -1,6 +1,6 @@
 """Compiles the TPU kernels at real shapes for every TPU generation, without a TPU: what they hold in memory.
 
-    python tools/bench/tpu_aot.py --output experiments/tpu_aot/results.json
+    python tools/bench/tpu_aot.py --output experiments/tpu_aot/results.json --missing
     python tools/bench/tpu_aot.py --chip v6e --model smollm2 --tokens 4096
 
     python tools/bench/tpu_aot.py --sharded '["v5p:2x2x1", "pallas_tpu", "divergence", 4, 4096, 4096, 151936]'
@@ -9,8 +9,9 @@ Needs libtpu. Each case is one kernel call compiled ahead of time; recorded are 
 memory (``memory_analysis``), their share of one float32 ``[N, V]`` array, and whether the program has a buffer of that
 size. The compiler refuses a kernel whose blocks do not fit the chip's vector memory: compiling is their test. A sharded
 case is a whole operator on a mesh of a topology's devices, the head's rows over one axis and tokens over the other;
-recorded are also the bytes of every collective's result. Results are added to the file, in place of earlier ones of the
-same case.
+recorded are also the bytes of every collective's result. Results are added to the file, in place of earlier ones of
+the same case; ``--missing`` leaves out the cases that the file has from the same sources and versions, so that a run
+that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_PLATFORMS="cpu")
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -40,9 +42,9 @@ from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics
 from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
 
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+TOPOLOGIES = {"v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1", "v5e": "v5e:2x2", "v4": "v4:2x2x1"}
 MODELS = {"qwen3-8b": (4096, 151_936), "qwen1.5-moe": (2048, 151_936), "smollm2": (576, 49_152)}
-TOKENS = (1, 4096, 65_536)
+TOKENS = (65_536, 4096)
 
 
 class Case(NamedTuple):
@@ -268,23 +270,30 @@ def compile_sharded(case: Sharded) -> dict[str, Any]:
 
 
 def matrix(chips: list[str], models: list[str], tokens: list[int]) -> Iterator[Case]:
-    """Every kernel, chip, model and token count; the options once a chip, at the smallest width."""
+    """Every kernel, chip, model and token count; once a chip heads of their own at the largest width, the other options
+    and a single token at the smallest. Of v4, whose core v5p's resembles, only the kernels at the largest width."""
     for chip in chips:
-        for model in models:
-            width, vocabulary = MODELS[model]
+        if chip == "v4":
             for kernel in KERNELS:
-                for n in tokens:
-                    yield Case(kernel, chip, n, width, vocabulary)
-        width, vocabulary = MODELS["smollm2"]
+                yield Case(kernel, chip, 4096, *MODELS["qwen3-8b"])
+            continue
+        for model in models:
+            for n in tokens:
+                for kernel in KERNELS:
+                    yield Case(kernel, chip, n, *MODELS[model])
+        for option in ("two_heads", "int8"):
+            for kernel in ("divergence_statistics", "divergence_tv"):
+                yield Case(kernel, chip, 4096, *MODELS["qwen3-8b"], "bfloat16", option)
         for option in ("two_heads", "int8", "bias", "support", "soft_cap"):
             for kernel in KERNELS:
                 if option == "two_heads" and kernel.startswith("logps"):
                     continue
                 if option == "int8" and kernel == "logps_gradients":
                     continue
-                yield Case(kernel, chip, 4096, width, vocabulary, "bfloat16", option)
+                yield Case(kernel, chip, 4096, *MODELS["smollm2"], "bfloat16", option)
         for kernel in KERNELS:
-            yield Case(kernel, chip, 4096, width, vocabulary, "float32")
+            yield Case(kernel, chip, 4096, *MODELS["smollm2"], "float32")
+            yield Case(kernel, chip, 1, *MODELS["smollm2"])
 
 
 def main() -> None:
@@ -296,28 +305,53 @@ def main() -> None:
     parser.add_argument("--case", action="append", help='one case as JSON: ["logps_statistics", "v5e", 1, 64, 7]')
     parser.add_argument("--sharded", action="append", help="one sharded case as JSON, the fields of Sharded in order")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--missing", action="store_true", help="only cases that --output has not from these sources")
     args = parser.parse_args()
+    if args.missing and args.output is None:
+        parser.error("--missing needs --output, the file to compare with")
     cases: list[Case | Sharded] = [Case(*json.loads(text)) for text in args.case or ()]
     cases += [Sharded(*json.loads(text)) for text in args.sharded or ()]
     if not cases:
         chips, models = args.chip or list(TOPOLOGIES), args.model or list(MODELS)
-        cases += matrix(chips, models, args.tokens or list(TOKENS))
         if not (args.chip or args.model or args.tokens):
             cases += SHARDED
+        cases += matrix(chips, models, args.tokens or list(TOKENS))
+    made_by = provenance()
     for case in cases:
-        record = compile_case(case) if isinstance(case, Case) else compile_sharded(case)
+        if args.missing and any(is_of(case, old) and made_by.items() <= old.items() for old in results_of(args.output)):
+            continue
+        record = (compile_case(case) if isinstance(case, Case) else compile_sharded(case)) | made_by
         print(json.dumps(record), flush=True)
         if args.output:
             add_to(args.output, case, record)
 
 
+def provenance() -> dict[str, str]:
+    """Versions, and a hash of the operators' sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(ops.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    return versions | {"sources": digest.hexdigest()[:12]}
+
+
+def results_of(output: Path) -> list[dict[str, Any]]:
+    """What the file holds, nothing when there is none."""
+    records: list[dict[str, Any]] = json.loads(output.read_text())["results"] if output.exists() else []
+    return records
+
+
+def is_of(case: Case | Sharded, record: dict[str, Any]) -> bool:
+    """Whether the record is a result of this case."""
+    return all(record.get(k) == v for k, v in case._asdict().items())
+
+
 def add_to(output: Path, case: Case | Sharded, record: dict[str, Any]) -> None:
     """Writes the file after each case, so that an interrupted run keeps what it has."""
-    kept = json.loads(output.read_text())["results"] if output.exists() else []
-    kept = [old for old in kept if any(old.get(k) != v for k, v in case._asdict().items())]
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    kept = [old for old in results_of(output) if not is_of(case, old)]
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"versions": versions, "results": [*kept, record]}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(one) for one in [*kept, record])
+    output.write_text(f'{{"results": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

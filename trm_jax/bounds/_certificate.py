@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Real
 from trm_jax.bounds._arrays import Leaf, is_traced, namespace
 from trm_jax.bounds._costs import cost_table, sequences
 from trm_jax.bounds._limits import upper_limits
-from trm_jax.checks import bool_mask, in_range, same_shape, shape_of
+from trm_jax.checks import bool_mask, in_range, required, same_shape, shape_of
 from trm_jax.numerics import AnyArray
 
 __all__ = ["Certificate", "Term", "certify"]
@@ -176,6 +176,7 @@ def certify(
     >>> print(f"{certificate.lower_limit:.2f} {certificate.n} {certificate.precondition_holds}")  # the truth is 0.25
     0.22 2000 True
     """
+    required(log_ratio=log_ratio, response_mask=response_mask, sequence_keep=sequence_keep, rewards=rewards)
     shape = same_shape(log_ratio=log_ratio, response_mask=response_mask, token_kl=token_kl, segment_ids=segment_ids)
     by_sequence = shape if segment_ids is not None else shape[:1]
     for name, value in (("sequence_keep", sequence_keep), ("rewards", rewards)):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from trm_jax.checks import bool_mask, rows_of_tokens, same_shape
+from trm_jax.checks import bool_mask, required, rows_of_tokens, same_shape
 from trm_jax.correction import _divergence_masks as divergence_masks
 from trm_jax.correction import _ratio_masks as ratio_masks
 from trm_jax.correction import _sequence_weights as sequence_weights
@@ -222,6 +222,11 @@ def correct(
     >>> print(correct(scored, CorrectionConfig(weight="tis")).importance_weights)
     [[1. 2.]]
     """
+    required(
+        proximal_logps=scored.proximal_logps,
+        rollout_logps=scored.rollout_logps,
+        response_mask=scored.response_mask,
+    )
     shape = same_shape(
         proximal_logps=scored.proximal_logps,
         rollout_logps=scored.rollout_logps,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal, TypeAlias, get_args
 
-from trm_jax.checks import in_range, known_name, ordered
+from trm_jax.checks import in_range, known_name, number, ordered
 
 __all__ = ["CorrectionConfig", "MaskName", "WeightName"]
 
@@ -98,15 +99,15 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         """Validates every field, used or not: a typo in an unused threshold would wait for the day it is used."""
+        if isinstance(self.masks, str) or not isinstance(self.masks, Iterable):
+            raise TypeError(f"masks must be a tuple of names such as ('trm_max',), given {self.masks!r}")
         object.__setattr__(self, "masks", tuple(self.masks))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(field.default, float) or (value is None and "None" in str(field.type)):
                 continue
-            if value is None or isinstance(value, str):
-                raise ValueError(f"{field.name} must be a number, given {value!r}")
             # An int, a NumPy or a JAX scalar: the configuration must stay hashable and equal to its like.
-            object.__setattr__(self, field.name, float(value))
+            object.__setattr__(self, field.name, number(field.name, value))
         for mask in self.masks:
             known_name("masks entry", mask, get_args(MaskName))
         if len(set(self.masks)) != len(self.masks):

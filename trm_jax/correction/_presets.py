@@ -47,12 +47,14 @@ def preset(name: str, **overrides: Any) -> CorrectionConfig:
     Raises:
       ValueError: on an unknown name (the message lists all and the nearest), on two different weights, or on a field
         out of range.
-      TypeError: on an override that is no field.
+      TypeError: on a name that is no text, or an override that is no field.
 
     >>> config = preset("trm_combined + cis", max_token_kl=0.1)
     >>> config.masks, config.weight, config.max_token_kl
     (('trm_max', 'trm_avg'), 'cis', 0.1)
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a preset is a name such as 'trm_max + cis', given {name!r}")
     parts = [part.strip() for part in name.split("+")]
     for part in parts:
         known_name("preset", part, presets)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from trm_jax.checks import bool_mask, known_name, same_shape
+from trm_jax.checks import bool_mask, known_name, required, same_shape
 from trm_jax.numerics import AnyArray, as_float32, segment_index
 
 __all__ = ["group_advantages"]
@@ -32,8 +32,8 @@ def group_advantages(
       sequence_keep: ``[B]`` bool; rejected rows get advantage 0. None keeps all.
 
     Returns:
-      ``[B]`` float32 constants. A group of one, or of equal rewards, gives 0. A NaN reward at a row that makes the
-      baseline gives NaN to its group.
+      ``[B]`` float32 constants. A group of one (whatever its reward), or of equal rewards, gives 0. A NaN reward at a
+      row that makes the baseline gives NaN to its group of several.
 
     Raises:
       ValueError: on shapes that differ, an unknown name, or ``scope="kept"`` without ``sequence_keep``.
@@ -43,6 +43,7 @@ def group_advantages(
     >>> print(np.asarray(group_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([7, 7, 3, 3])), float).round(4))
     [ 0.7071 -0.7071  0.      0.    ]
     """
+    required(rewards=rewards, group_ids=group_ids)
     same_shape(rewards=rewards, group_ids=group_ids, sequence_keep=sequence_keep)
     bool_mask(sequence_keep=sequence_keep)
     known_name("normalize", normalize, ("std", "none", "loo"))

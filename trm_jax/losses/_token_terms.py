@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from trm_jax.checks import bool_mask, in_range, known_name, rows_of_tokens, same_shape, shape_of
+from trm_jax.checks import bool_mask, in_range, known_name, required, rows_of_tokens, same_shape, shape_of
 from trm_jax.numerics import (
     MAX_LOG_RATIO,
     AnyArray,
@@ -73,6 +73,12 @@ def prepare(
     segment_ids: AnyArray | None,
 ) -> TokenTerms:
     """Checks and aligns the inputs; inactive slots are replaced before any arithmetic."""
+    required(
+        policy_logps=policy_logps,
+        proximal_logps=proximal_logps,
+        advantages=advantages,
+        response_mask=response_mask,
+    )
     shape = same_shape(
         policy_logps=policy_logps,
         proximal_logps=proximal_logps,
