@@ -44,6 +44,29 @@ def test_relative_errors(shape: str, with_tv: bool, tool: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "target"),
+    [
+        ("flat", 4e-12),
+        pytest.param("peaked", 1e-11, marks=pytest.mark.slow),
+        pytest.param("constant_offset", 1e-11, marks=pytest.mark.slow),
+    ],
+)
+def test_total_variation_of_a_millionth(shape: str, target: float, tool: ModuleType) -> None:
+    for implementation in ("vocab_divergence", "chunked"):
+        line = tool.measure(shape, target, implementation=implementation, with_tv=True, rows=2, vocabulary=151_936)
+        assert 9e-7 < line["tv_min"] < 4e-6, line
+        assert line["tv_error"] <= 1e-3, line
+
+
+@pytest.mark.parametrize("implementation", ["vocab_divergence", "chunked"])
+def test_tops_far_apart_cost_no_digits(implementation: str, tool: ModuleType) -> None:
+    """Logits about 12 and about 12 + 5 N(0, 1): their difference alone rounds by 5e-7, a hundredth of these gaps."""
+    line = tool.measure("large_offset", 1e-8, implementation=implementation, with_tv=True, rows=8, vocabulary=151_936)
+    assert line["tv_error"] <= 1e-3, line
+    assert line["kl_error"] <= 2e-3, line
+
+
+@pytest.mark.parametrize(
     ("shape", "form"),
     [
         ("near_deterministic", {"implementation": "chunked"}),

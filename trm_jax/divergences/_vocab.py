@@ -1,7 +1,8 @@
 """Full-vocabulary comparison of two policies from their logits.
 
-KL is a shifted cumulant, so that values near 1e-9 keep their digits in float32: with ``x = (z_θ - z_roll) - c0``,
-``c0`` the logit difference of the sampled token, ``u = E_roll[expm1 x]`` and ``b = E_roll[x]``,
+KL is a shifted cumulant, so that values near 1e-9 keep their digits in float32: with ``x = (z_θ - z_roll) - c0``, both
+logits counted from their largest, ``c0`` the difference of the sampled token, ``u = E_roll[expm1 x]`` and
+``b = E_roll[x]``,
 
     ``lse_θ - lse_roll = c0 + log1p(u)``  and  ``KL(π_roll ‖ π_θ) = log1p(u) - b``.
 
@@ -33,13 +34,15 @@ class Softmax(NamedTuple):
     """Statistics of one softmax row: enough for log-probs, entropy and expectations.
 
     Attributes:
-      unnormalised: ``exp(z - max)``, ``[..., V]``.
+      shifted: ``z - max``, ``[..., V]``.
+      unnormalised: its exponential, ``[..., V]``.
       total: its sum, at least 1 (1 for a row without any token), ``[...]``.
       logsumexp: ``[...]``, ``-inf`` for a row without any token.
       entropy: nats, ``[...]``.
       logps: log-prob of the token, ``[...]``; ``-inf`` for a token outside the support.
     """
 
+    shifted: Float[Array, "*S V"]
     unnormalised: Float[Array, "*S V"]
     total: Float[Array, "*S"]
     logsumexp: Float[Array, "*S"]
@@ -81,6 +84,7 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -
     total = jnp.exp(log_total)
     moment = jnp.sum(jnp.where(unnormalised > 0, unnormalised * shifted, 0.0 * unnormalised), axis=-1)
     return Softmax(
+        shifted=shifted,
         unnormalised=unnormalised,
         total=total,
         logsumexp=jnp.where(empty, -jnp.inf, top + log_total),
@@ -120,8 +124,11 @@ def logits_divergence(
     both = in_policy & in_rollout
     # NaN logits compare False and must still reach the result.
     both = both | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
-    # Equal logits differ by exactly 0, also where the compiler turns a/T - b/T into a fused multiply-add.
-    raw = jnp.where(both & (policy_logits != rollout_logits), policy_logits - rollout_logits, 0.0)
+    # About both tops, near which neither difference rounds. Equal logits differ by exactly 0, also where the compiler
+    # turns a/T - b/T into a fused multiply-add.
+    tops_differ = jnp.max(policy_logits, axis=-1) != jnp.max(rollout_logits, axis=-1)
+    differ = both & ((policy_logits != rollout_logits) | tops_differ[..., None])
+    raw = jnp.where(differ, policy.shifted - rollout.shifted, 0.0)
 
     top = jnp.argmax(jnp.where(both, weight, -1.0), axis=-1)
     shift = jnp.where(take_token(both, tokens), take_token(raw, tokens), take_token(raw, top))
@@ -134,7 +141,7 @@ def logits_divergence(
     outside = jnp.sum(jnp.where(in_rollout, 0.0, policy.unnormalised), axis=-1) / policy.total
     covered = jnp.log1p(-jnp.minimum(outside, _FAR_APART))
 
-    difference = policy.logsumexp - rollout.logsumexp
+    difference = jnp.log(policy.total) - jnp.log(rollout.total)
     difference = jnp.where(jnp.isneginf(rollout.logsumexp) | jnp.isneginf(policy.logsumexp), 0.0, difference) - shift
     log1p_u = jnp.log1p(jnp.clip(u, -_FAR_APART, _FAR_APART))
     close = log1p_u - covered

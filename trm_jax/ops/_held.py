@@ -7,6 +7,8 @@ the CPU compiler then makes its addends in one vectorised loop and sums them in 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -46,6 +48,10 @@ def _owned(logits: Array, tokens: Array) -> Array:
     return (tokens >= 0) & (tokens < logits.shape[-1])
 
 
+def _top_of_rows(logits: Array) -> Array:
+    return jnp.max(logits, axis=-1, initial=-jnp.inf)
+
+
 def softmax_of_rows(
     logits: Float[Array, "N V"], tokens: Int[Array, " N"], temperature: float
 ) -> tuple[SoftmaxPartial, TokenGap]:
@@ -54,7 +60,7 @@ def softmax_of_rows(
     The most likely tokens stay out of the sum that is added to 1, so that log-probs and entropies of nearly
     deterministic rows keep their relative accuracy.
     """
-    top = jnp.max(logits, axis=-1, initial=-jnp.inf)
+    top = _top_of_rows(logits)
     top = jnp.where(top == jnp.inf, jnp.nan, top)  # a softmax with an infinite logit is none
     empty = top == -jnp.inf
     finite_top = jnp.where(empty, 0.0, top)
@@ -78,6 +84,7 @@ def _probabilities(logits: Array, whole: SoftmaxPartial, temperature: float) -> 
 def _sums_about_shift(
     policy: Array,
     rollout: Array,
+    x: Array,
     both: Array | None,
     sides: tuple[SoftmaxPartial, SoftmaxPartial],
     shift: Array,
@@ -86,7 +93,6 @@ def _sums_about_shift(
     """The record of held logits. Its curvature keeps ``u``, not the digits of KL: those come from ``_distances``."""
     total = jnp.exp(sides[1].log_total)
     weight = _probabilities(rollout, sides[1], t)
-    x = _centred(policy, rollout, both, shift, t)
     ratio = weight * jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
     if both is None:
         moment = _sum(weight * x, weight > 0)
@@ -97,8 +103,18 @@ def _sums_about_shift(
     return DivergencePartial(*sides, shift, total * (_sum(ratio, both) - moment) + gained, total * moment, lost)
 
 
-def _centred(policy: Array, rollout: Array, both: Array | None, shift: Array, t: float) -> Array:
+def _about_shift(policy: Array, rollout: Array, both: Array | None, shift: Array, t: float) -> Array:
+    """``(z_θ - z_roll) / t - shift``, for a shift that all shards know."""
     x = _difference(policy, rollout) / t - shift[:, None]
+    return x if both is None else jnp.where(both, x, 0.0)
+
+
+def _about_tops(policy: Array, rollout: Array, both: Array | None, t: float) -> Array:
+    """``((z_θ - top_θ) - (z_roll - top_roll)) / t``: exact near the tops, however far apart these are."""
+    tops = _top_of_rows(policy), _top_of_rows(rollout)
+    one_sided = jnp.isinf(tops[0]) | jnp.isinf(tops[1])
+    a, b = (jnp.where(one_sided, 0.0, top)[:, None] for top in tops)
+    x = jnp.where((policy == rollout) & (a == b), 0.0, (policy - a) - (rollout - b)) / t
     return x if both is None else jnp.where(both, x, 0.0)
 
 
@@ -158,11 +174,13 @@ def divergence_of_rows(
         both = ~((policy == -jnp.inf) | (rollout == -jnp.inf))  # NaN logits must still reach the result
     # One value for every use: fused into a use, the division would be rounded as that use has it.
     shift = jax.lax.optimization_barrier(difference_of(policy_part.top, rollout_part.top))
-    part = _sums_about_shift(policy, rollout, both, (policy_part, rollout_part), shift, temperature)
+    about_shift = functools.partial(_about_shift, policy, rollout, both, t=temperature)
+    x = about_shift(shift) if axis is not None else _about_tops(policy, rollout, both, temperature)
+    part = _sums_about_shift(policy, rollout, x, both, (policy_part, rollout_part), shift, temperature)
     whole, policy_logps, rollout_logps = merge_divergence(part, policy_token, rollout_token, axis)
 
     difference, _ = normaliser_difference(whole)
-    d = _centred(policy, rollout, both, whole.shift, temperature) - difference[:, None]
+    d = (x if axis is None else about_shift(whole.shift)) - difference[:, None]
     sums = _distances(policy, rollout, d, both, whole, temperature, with_tv)
     kl, *tv = sum_over(axis, jnp.stack(sums))
     undefined = jnp.isnan(difference)
