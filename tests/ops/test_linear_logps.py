@@ -96,6 +96,33 @@ def test_values_and_gradients(implementation: str, restricted: bool, temperature
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-5)
 
 
+def test_gradients_are_central_differences() -> None:
+    """Of the float64 values, in a dozen entries of each operand."""
+    hidden, head, tokens = operands(4)
+    cotangents = np.random.default_rng(5).normal(size=(3, N)).astype(np.float32)
+
+    def weighted(h: jax.Array, w: jax.Array) -> jax.Array:
+        out = ops.linear_logps(h, w, tokens, temperature=0.7, implementation="chunked", chunk_size=8)
+        return sum(jnp.sum(x * c) for x, c in zip(out, cotangents, strict=True))
+
+    def exact(h: np.ndarray, w: np.ndarray) -> float:
+        found = oracle(h, w, tokens, 0.7)
+        return sum(found[name] @ c for name, c in zip(("logps", "logsumexp", "entropy"), cotangents, strict=True))
+
+    gradients = jax.grad(weighted, (0, 1))(hidden, head)
+    entries = np.random.default_rng(6)
+    for place, gradient in enumerate(gradients):
+        for _ in range(12):
+            at = tuple(entries.integers(0, size) for size in gradient.shape)
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = [hidden.astype(float), head.astype(float)]
+                moved[place][at] += step
+                ends.append(exact(*moved))
+            # Differences of a float64 function are good to 1e-9; the float32 gradient as above.
+            np.testing.assert_allclose(gradient[at], (ends[0] - ends[1]) / 2e-5, rtol=1e-4, atol=5e-5)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 5, 37, 1000])
 def test_chunking_does_not_matter(chunk_size: int) -> None:
     hidden, head, tokens = operands()

@@ -45,6 +45,9 @@ PEAKS = {  # dense bfloat16 FLOP/s and bytes/s of device memory, by the vendor
     "TPU v5": (459e12, 2765e9),
     "TPU v6 lite": (918e12, 1640e9),
     "TPU7x": (1153e12, 3690e9),
+    "NVIDIA A100-SXM4-80GB": (312e12, 2039e9),
+    "NVIDIA H100 80GB HBM3": (989e12, 3350e9),
+    "NVIDIA H200": (989e12, 4800e9),
 }
 
 
