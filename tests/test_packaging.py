@@ -20,10 +20,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 LOCKS = ("all", "dev")
-# Optional on purpose: another accelerator's plugins, PyTorch for parity, tools, and other people's servers.
-NOT_IN_ALL = {"all", "cuda12", "cuda13", "dev", "jetstream", "parity", "tpu"}
-# Not in [all] and yet imported by the package: integrations of its own with other projects.
-INTEGRATIONS = {"jetstream"}
+# Optional on purpose: an accelerator's plugins, PyTorch for parity, and tools.
+NOT_IN_ALL = {"all", "cuda12", "cuda13", "dev", "parity", "tpu"}
 # Distribution → the module it is imported as, where that differs.
 MODULES = {
     "google-jetstream": "jetstream",
@@ -85,7 +83,7 @@ def _lock(name: str) -> list[tuple[Requirement, list[str]]]:
 
 def _direct(lock: str) -> list[Requirement]:
     """What the project itself asks for in this lock."""
-    extras = [name for name in EXTRAS if name not in NOT_IN_ALL] + (["dev", "jetstream"] if lock == "dev" else [])
+    extras = [name for name in EXTRAS if name not in NOT_IN_ALL] + (["dev"] if lock == "dev" else [])
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
     return [Requirement(line) for line in [*lines, *PYPROJECT["dependency-groups"]["build"]]]
 
@@ -187,7 +185,7 @@ def test_lock_names_no_index_and_no_path(lock: str) -> None:
 
 def test_every_dependency_is_used_and_every_import_is_declared() -> None:
     """Extras that only a command needs (accelerators, parity, dev) are not imported by the package."""
-    extras = [line for extra in EXTRAS if extra not in NOT_IN_ALL - INTEGRATIONS for line in EXTRAS[extra]]
+    extras = [line for extra in EXTRAS if extra not in NOT_IN_ALL for line in EXTRAS[extra]]
     names = [canonicalize_name(Requirement(line).name) for line in [*PROJECT["dependencies"], *extras]]
     declared = {MODULES.get(name, name) for name in names}
     imported: set[str] = set()

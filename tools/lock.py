@@ -3,9 +3,9 @@
     python3 tools/lock.py              # keeps every pin that still satisfies pyproject.toml
     python3 tools/lock.py --upgrade    # the newest of everything
 
-Needs ``uv`` (``pip install uv``). ``all`` is the core, the ``[all]`` extra and the build tools; ``dev`` adds the
-test and lint tools and JetStream with the same pins for the rest, but not what JetStream asks for without our needing
-it (``requirements/overrides.txt``). ``tpu`` is the core with the TPU's compiler, for tests that compile ahead of time:
+Needs ``uv`` (``pip install uv``). ``all`` is the core, the ``[all]`` extra and the build tools, but not what JetStream
+asks for without our needing it (``requirements/overrides.txt``); ``dev`` adds the test and lint tools, with the same
+pins for the rest. ``tpu`` is the core with the TPU's compiler, for tests that compile ahead of time:
 apart, because it is large, and JAX talks of it on every machine without a TPU. The resolution forks by Python where a
 package does, as jax.
 """
@@ -25,9 +25,9 @@ FLAGS = (
     *("--custom-compile-command", "python3 tools/lock.py"),  # no paths of this machine in the header
 )
 SETS = {
-    "all": ("--extra", "all"),
+    "all": ("--extra", "all", "--override", "requirements/overrides.txt"),
     "dev": (
-        *("--extra", "all", "--extra", "dev", "--extra", "jetstream"),
+        *("--extra", "all", "--extra", "dev"),
         *("--constraint", "requirements/all.txt", "--override", "requirements/overrides.txt"),
     ),
     "tpu": ("--extra", "tpu", "--constraint", "requirements/all.txt"),
