@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,13 +104,15 @@ class Response:
 
 
 class ToyServer(ThreadingHTTPServer):
-    """Samples truly; ``faults`` names what it then does wrong, ``busy`` how often it first refuses with what status."""
+    """Samples truly; ``faults`` names what it then does wrong, ``busy`` what the next requests get instead."""
 
     daemon_threads = True
 
-    def __init__(self, dialect: str, *, faults: set[str], mode: str, busy: list[int], port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.dialect, self.faults, self.mode, self.busy = dialect, faults, mode, busy
+    def __init__(self, dialect: str, *, faults: set[str], mode: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.dialect, self.faults, self.mode, self.scheme = dialect, faults, mode, "http"
+        self.busy: list[int] = []
+        self.release = threading.Event()
         self.policy, self.weights = true_policy(), "default"
         self.loads: list[str] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
@@ -118,7 +121,10 @@ class ToyServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"{self.scheme}://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_: Any) -> None:
+        """Quiet when a client has gone."""
 
     def has(self, fault: str) -> bool:
         return fault in self.faults
@@ -202,6 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b'{"choices": [')
                 self.wfile.flush()
                 self.close_connection = True
+            elif status == 1:  # takes its time
+                server.release.wait(60.0)
+                self.close_connection = True
             elif status != 200:
                 self._send({"error": {"message": "not now"}}, status)
             elif self.path == "/update_weights_from_disk":
@@ -239,6 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
         for i in reversed(range(self._count(body["n"]))):  # in any order: the index counts
             seed = None if "seed" not in body else body["seed"] + i
             out = server.sample(prompt, seed, body, body["logprobs"])
+            if server.has("null in the first") and i == 0:
+                out.logps[-1] = None
             tops = [dict(top) | {t: lp} for top, t, lp in zip(out.tops, out.tokens, out.logps, strict=False)]
             record = {
                 "tokens": [f"token_id:{t}" if not server.has("text") else "x" for t in out.tokens],
@@ -313,15 +324,21 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(
-    dialect: str, *faults: str, mode: str = "processed", busy: list[int] | None = None, port: int = 0
+    dialect: str, *faults: str, mode: str = "processed", tls: tuple[Path, Path] | None = None
 ) -> Iterator[ToyServer]:
-    """A server of that dialect on loopback."""
-    with ToyServer(dialect, faults=set(faults), mode=mode, busy=busy or [], port=port) as server:
+    """A server of that dialect on loopback; ``tls`` are certificate and key."""
+    with ToyServer(dialect, faults=set(faults), mode=mode) as server:
+        if tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*tls)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            server.scheme = "https"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         try:
             yield server
         finally:
+            server.release.set()
             server.shutdown()
             thread.join()
 

@@ -190,7 +190,7 @@ class LlamaCpp:
             "prompt": list(request.prompt),
             "n_cmpl": len(request.seeds),
             "n_predict": request.max_tokens,
-            "samplers": ["top_k", "top_p", "min_p", "temperature"],  # penalties, dry, xtc and typical stay out
+            "samplers": ["temperature", "top_k", "top_p", "min_p"],  # its own order cuts first, and has penalties
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,

@@ -19,6 +19,7 @@ from trm_jax.integrations.openai._options import ServerOptions
 __all__ = ["Aborted", "Client", "ServerFailed"]
 
 _AWAY = (502, 503, 504)
+_ENDED = "ended with the requests beside it."
 _BUSY = 429
 _T = TypeVar("_T")
 
@@ -93,8 +94,8 @@ class Client:
                 future.result()
             return [future.result() for future in futures]
         finally:  # after a failure or an interrupt the server shall not go on for nobody
-            self._stop.set()
             with self._lock:
+                self._stop.set()
                 for connection in self._live:
                     if connection.sock is not None:
                         with contextlib.suppress(OSError):
@@ -110,7 +111,7 @@ class Client:
                 return read(self._once(method, path, body))
             except (_Transient, Aborted) as error:
                 if self._stop.is_set():
-                    raise ServerFailed("ended with the requests beside it.") from error
+                    raise ServerFailed(_ENDED) from error
                 began = began or time.monotonic()
                 if time.monotonic() - began > self._options.patience:
                     raise ServerFailed(
@@ -137,12 +138,17 @@ class Client:
             if self._tls is None
             else http.client.HTTPSConnection(self._host or "", self._port, timeout=timeout, context=self._tls)
         )
-        with self._lock:
-            self._live.add(connection)
         try:
+            connection.connect()
+            with self._lock:
+                if self._stop.is_set():
+                    raise ServerFailed(_ENDED)
+                self._live.add(connection)
             connection.request(method, path, None if body is None else json.dumps(body), self._headers)
             response = connection.getresponse()
             status, text = response.status, response.read()
+        except ssl.SSLCertVerificationError as error:
+            raise ServerFailed(f"{self._options.address}: {error.verify_message}; set certificate.") from error
         except (OSError, http.client.HTTPException) as error:
             raise _Transient(f"no answer ({type(error).__name__}: {error}).", away=True) from error
         finally:

@@ -22,8 +22,8 @@ TOP = 5
 
 _TEMPERATURE = 2.0
 _PROMPTS, _LENGTH = 6, 4
-_SPREAD = 0.1  # sum of squared differences, nats^2: bfloat16 noise between two calls is about 1e-3
-_SLOPE, _MASS = 0.15, 0.02
+_SPREAD = 1.0  # sum of squared differences, nats^2; bfloat16 noise of 0.03 a log-prob is then 0.04 in the slope
+_SLOPE, _MASS = 0.1, 0.02
 
 
 def measure_mode(ask: Callable[[SampleRequest], Sample], *, vocab_size: int, top_hint: str) -> LogpMode:
