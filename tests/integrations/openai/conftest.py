@@ -140,7 +140,9 @@ class ToyServer(ThreadingHTTPServer):
         rng = np.random.default_rng(seed)
         out = Response([], [], [], "length")
         most = asked.get("max_tokens") or asked.get("max_new_tokens") or asked.get("n_predict")
-        for _ in range(most - (2 if self.has("short context") and most > 2 else 0)):
+        if most > 1:  # not the measurement's own requests
+            most += self.has("runs on") - 2 * self.has("short context")
+        for _ in range(most):
             context = prompt + out.tokens
             tempered = self.policy(context, temperature)
             drawn = cut(tempered, asked["top_p"], top_k, asked["min_p"])
@@ -316,7 +318,11 @@ class _Handler(BaseHTTPRequestHandler):
                     "tokens_evaluated": len(prompt),
                     "stop_type": {"stop": "eos", "length": "limit"}.get(out.finish, out.finish),
                     "completion_probabilities": None if server.has("no log-probs") else probs,
-                    "generation_settings": {"temperature": body["temperature"], "top_k": body["top_k"], "seed": seed},
+                    "generation_settings": {
+                        "temperature": 0.8 if server.has("own settings") else body["temperature"],
+                        "top_k": body["top_k"],
+                        "seed": seed,
+                    },
                 }
             )
         return items if body["n_cmpl"] > 1 else items[0]

@@ -168,6 +168,15 @@ def test_rows_come_back_in_their_places_whatever_the_grouping_and_concurrency(to
     assert sorted(sent) == list(range(40, 52))
 
 
+def test_tokens_past_the_limit_to_the_end_of_a_character_are_cut(tools: Any) -> None:
+    with tools.serving("llama.cpp") as server:
+        engine = tools.engine(server)
+        expected = engine.generate(tools.prompts())
+        server.faults.add("runs on")
+        found = engine.generate(tools.prompts())
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), expected, found)
+
+
 def test_no_more_than_concurrency_requests_are_under_way(tools: Any) -> None:
     with tools.serving("vllm") as server:
         tools.engine(server, group_samples=False, concurrency=2).generate(tools.prompts())

@@ -47,6 +47,8 @@ IN_A_BATCH = [
     *((dialect, "null log-prob", r"has log-prob nan") for dialect in ("vllm", "sglang")),
     *((dialect, "nan log-prob", r"has log-prob nan") for dialect in ("vllm", "sglang")),
     ("llama.cpp", "other model", r"the answer is of model 'other'"),
+    ("vllm", "runs on", r"the response has 7 tokens, 6 were asked for"),
+    ("llama.cpp", "own settings", r"the server sampled with temperature=0\.8, 1\.0 was asked for"),
     ("sglang", "other weights", r"weights \"somebody's\", policy version 0 was published"),
     ("vllm", "other ids", r"token_ids .* and the tokens of logprobs .* differ"),
 ]
