@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from flax import nnx
 from trm_jax.integrations.openai._engine import OpenAIEngine
 from trm_jax.models import ComputeConfig, Transformer
 from trm_jax.rescore import rescore
-from trm_jax.types import PromptBatch, ScoredBatch
+from trm_jax.types import PromptBatch, RolloutBatch, ScoredBatch
 
 __all__ = ["Agreement", "agreement_of", "measure_agreement"]
 
@@ -73,7 +74,7 @@ def measure_agreement(engine: OpenAIEngine, prompts: PromptBatch, model: Transfo
     rows = rollout.response_tokens.shape[0]
 
     @jax.jit
-    def score(params: nnx.State, rollout: object) -> ScoredBatch:
-        return rescore(graphdef, params, rollout, None, compute=ComputeConfig(), microbatches=rows)[0]  # type: ignore[arg-type]
+    def score(params: nnx.State[Any, Any], rollout: RolloutBatch) -> ScoredBatch:
+        return rescore(graphdef, params, rollout, None, compute=ComputeConfig(), microbatches=rows)[0]
 
     return agreement_of(score(params, rollout))
