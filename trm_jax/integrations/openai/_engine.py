@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from trm_jax.integrations.openai._dialects import DIALECTS, Dialect, dialect_of
+from trm_jax.integrations.openai._fit import check_claim, find_model, is_cut, is_processed
 from trm_jax.integrations.openai._http import Client
 from trm_jax.integrations.openai._measure import measure_mode
 from trm_jax.integrations.openai._options import Cuts, DialectName, LogpMode, ServerOptions
@@ -77,7 +78,7 @@ class OpenAIEngine:
         if publish is not None and weights is None:
             raise ValueError("publish needs weights, the directory that exports are written to.")
         self._client = Client(server, self._returned)
-        card = self._card()
+        card = find_model(self._client, server.model, vocab_size=self._vocab, needed=config.sequence_length)
         self._name = str(card["id"])
         self._kind: DialectName = server.dialect or dialect_of(card)
         self._dialect: Dialect = DIALECTS[self._kind]()
@@ -159,7 +160,8 @@ class OpenAIEngine:
         if self._version < 0:
             raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
         sampling = self._sampling if sampling is None else sampling
-        support = self._cuts.support_tokens if self._is_cut(sampling) else 0
+        cut = is_cut(sampling, self._cuts, self._mode, self._dialect.processed)
+        support = self._cuts.support_tokens if cut else 0
         groups = groups_of(
             prompts,
             limit=self._config.max_prompt_length,
@@ -191,30 +193,8 @@ class OpenAIEngine:
             support_size=self._vocab if support else None,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            processed_logps=sampling.greedy or self._processed(sampling),
+            processed_logps=is_processed(sampling, self._mode, cut=cut),
         )
-
-    def _is_cut(self, sampling: SamplingConfig) -> bool:
-        """Whether the distribution is cut; refuses what could not be recorded."""
-        cuts = self._cuts
-        if sampling.greedy or (sampling.top_p == 1 and not cuts.top_k and not cuts.min_p):
-            return False
-        if cuts.support_tokens and self._mode != "processed":
-            raise ValueError(
-                f"top_p={sampling.top_p}, top_k={cuts.top_k}, min_p={cuts.min_p} cut the distribution; the log-probs "
-                f"of the server are {self._mode}: what was cut cannot be seen in them. {self._dialect.processed}"
-            )
-        if self._mode == "tempered" and sampling.temperature != 1:
-            raise ValueError(
-                f"top_p={sampling.top_p} at temperature={sampling.temperature}: the server's log-probs have the "
-                f"temperature and not the cut, which no record can say. {self._dialect.processed}"
-            )
-        return True
-
-    def _processed(self, sampling: SamplingConfig) -> bool:
-        """Whether the server's log-probs are those of the distribution drawn from."""
-        cut = self._is_cut(sampling)
-        return self._mode == "processed" or (not cut and (self._mode == "tempered" or sampling.temperature == 1))
 
     def _request(self, group: Group, sampling: SamplingConfig, support: int) -> SampleRequest:
         greedy = sampling.greedy
@@ -263,41 +243,13 @@ class OpenAIEngine:
             tokens = rows[row].tokens
             rows[row] = dataclasses.replace(rows[row], logps=[float("nan")] * len(tokens), top=[])
 
-    def _card(self) -> dict[str, Any]:
-        """The model's entry in ``/v1/models``, compared with what this engine is made for."""
-        listed = self._client.get("/v1/models")
-        cards = {str(card["id"]): card for card in listed.get("data", [])} if isinstance(listed, dict) else {}
-        name = self._server.model or (next(iter(cards)) if len(cards) == 1 else None)
-        if name not in cards:
-            raise UnfitServer(
-                f"the server lists models {sorted(cards)}, this run expects {self._server.model!r}: set model to one "
-                "of them, or start the server with another --served-model-name (llama-server: --alias)."
-            )
-        card: dict[str, Any] = cards[name]
-        meta = card.get("meta") or {}
-        vocab = meta.get("n_vocab", self._vocab)
-        if vocab != self._vocab:
-            raise UnfitServer(f"the server's model has a vocabulary of {vocab}, this run's has {self._vocab}.")
-        longest, needed = card.get("max_model_len") or meta.get("n_ctx"), self._config.sequence_length
-        if longest is not None and longest < needed:
-            raise UnfitServer(
-                f"the server's context holds {longest} tokens, prompt and response need {needed}: start it with a "
-                "longer one (--max-model-len, --context-length or --ctx-size)."
-            )
-        return card
-
     def _measured(self) -> LogpMode:
         def ask(request: SampleRequest) -> Sample:
             read = functools.partial(self._dialect.samples, request=request, model=self._name)
             return self._client.ask(self._dialect.path, self._dialect.body(request, self._name), read)[0]
 
         mode = measure_mode(ask, vocab_size=self._vocab, top_hint=self._dialect.top)
-        claimed = self._server.logps
-        if claimed is not None and (claimed == "raw") != (mode == "raw"):
-            raise UnfitServer(
-                f"logps={claimed!r} is claimed and {mode} was measured. "
-                + (self._dialect.processed if mode == "raw" else "Say logps='processed', or leave it out.")
-            )
+        check_claim(self._server.logps, mode, self._dialect.processed)
         return mode
 
     def _returned(self) -> None:
