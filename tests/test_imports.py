@@ -70,6 +70,7 @@ TABLE: dict[str, Room] = {
         *("models", "rollout", "serve"),
         third=ARRAYS | {"flax", "grpc", "jetstream", "prometheus_client"},
     ),
+    "integrations.openai": _room("models", "rescore", "rollout", "types", third=ARRAYS | {"flax"}),
     "cli": _room(
         *("", *LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
         *("data", "report", "evaluation", "train", "serve", "integrations.jetstream"),
