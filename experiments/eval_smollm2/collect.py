@@ -3,8 +3,9 @@
     python experiments/eval_smollm2/collect.py experiments/eval_smollm2/results.json OUT... --device "2 CPU cores" \\
         --command "trm-jax eval ..." --read verdicts.json
 
-``verdicts.json`` is what a person found who read answers beside their verdicts: task → ``{"read": N, "right": N,
-"disagreed": [index, ...], ...}``; it is taken over as it is.
+``verdicts.json`` is what a reader found who held answers against their verdicts: task → ``{"read": N,
+"right_but_judged_wrong": [index, ...], "judged_right_without_a_final_answer": [index, ...], "note": ...}``; it is taken
+over as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("evaluations", type=Path, nargs="+")
     parser.add_argument("--command", required=True, action="append", help="what was run")
     parser.add_argument("--device", required=True, help="and how busy it was")
-    parser.add_argument("--read", type=Path, help="what was found by reading verdicts")
+    parser.add_argument("--read", type=Path, help="what was found by reading answers")
     options = parser.parse_args()
     out: dict[str, Any] = {
         "what": "SmolLM2-135M-Instruct (Q4_1 GGUF, float32 arithmetic), greedy, on the first problems of each file.",

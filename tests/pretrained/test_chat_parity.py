@@ -1,4 +1,4 @@
-"""Chats as Transformers writes and reads them: text and ids, for tokenizers and templates in the manner of six families."""
+"""Chats have the text and the ids that Transformers gives them, for tokenizers and templates of six families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes ``tests/pretrained/chat_goldens.json`` with Transformers: chats as text and ids, by another reader of templates.
+"""Makes ``tests/pretrained/chat_goldens.json`` with Transformers: chats as text and ids.
 
 Run it in an environment of its own (the tests need only the file that it writes)::
 
