@@ -186,8 +186,8 @@ def families() -> dict[str, tuple[Tokenizer, dict[str, Any], dict[str, Any]]]:
 
     marks = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
     steps = [pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), behavior="isolated"), byte_level(regex=True)]
-    named = {name: {"__type": "AddedToken", "content": marks[at]} for at, name in enumerate(("bos_token", "eos_token"))}
-    found["deepseek"] = before(trained(marks, steps), marks[0]), {**named, "chat_template": MARKS}, {}
+    own = {name: {"__type": "AddedToken", "content": marks[at]} for at, name in enumerate(("bos_token", "eos_token"))}
+    found["deepseek"] = before(trained(marks, steps), marks[0]), {**own, "chat_template": MARKS}, {}
     return found
 
 
@@ -226,7 +226,8 @@ def main() -> None:
             }
         cases = []
         for messages in CHATS:
-            ways = [(True, {}), (False, {})] + ([(True, {"enable_thinking": False})] if name == "qwen" else [])
+            ways: list[tuple[bool, dict[str, Any]]] = [(True, {}), (False, {})]
+            ways += [(True, {"enable_thinking": False})] if name == "qwen" else []
             for prompt, options in ways:
                 text = words.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **options)
                 ids = words.apply_chat_template(messages, add_generation_prompt=prompt, **options)
