@@ -23,7 +23,7 @@ from trm_jax.data._worker_pool import WorkerPool
 __all__ = ["PROGRAM", "MathVerifier", "Verdict", "VerifierCounts"]
 
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_SEVERAL = re.compile(r"[=^(\[{]|,(?!\d{3}(?!\d))")  # a formula, or a list: a comma between thousands is none
+_FORMULA = re.compile(r"[=^(\[{]|[\w)]\s*[+-]\s*\w|,(?!\d{3}(?!\d))")  # or a list: a comma of thousands makes none
 
 PROGRAM = Path(__file__).with_name("_math_worker.py")
 """The program of a worker."""
@@ -173,6 +173,6 @@ def _final_part(response: str, max_chars: int) -> str:
     if marked is None:
         return tail
     text = plain_answer(marked.text)
-    if marked.mark == "box" or "\\" in text or (_SEVERAL.search(text) and not _WORD.search(text)):
+    if marked.mark == "box" or "\\" in text or (_FORMULA.search(text) and not _WORD.search(text)):
         return rf"\boxed{{{text}}}"  # math-verify joins boxes that stand side by side: there is one
     return text
