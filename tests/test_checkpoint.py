@@ -102,6 +102,14 @@ def test_a_training_state_comes_back_to_the_bit_and_to_its_devices(tmp_path):
     assert embedding.sharding.spec == PartitionSpec("tensor", None)
 
 
+def test_a_digest_tells_checkpoints_apart_wherever_they_lie(two, tmp_path):
+    assert two.digest(1) != two.digest(2)
+    shutil.copytree(tmp_path / "kept", tmp_path / "copied")
+    assert Checkpointer(tmp_path / "copied").digest(2) == two.digest(2)
+    two.save(2, arrays_of(3.0), {"at": 2})
+    assert Checkpointer(tmp_path / "copied").digest(2) != two.digest(2)
+
+
 def test_the_template_may_be_shapes_and_sees_the_saved_state(two):
     seen = []
 

@@ -303,6 +303,14 @@ def test_a_run_from_the_file_to_the_report(tmp_path, monkeypatch, capsys):
     assert found["tasks"]["heldout"]["accuracy"] == result["accuracy_final"]
     assert found["tasks"]["heldout"]["problems"] == 4
     assert "already holds an evaluation" in failure(capsys, "eval", arm, "heldout", "--directory", "asked")
+    for option in (("--system", "Be brief."), ("--chat", "plain")):
+        assert "--chat and --system: the run" in failure(capsys, "eval", arm, "heldout", *option)
+    # Moved elsewhere it is still the same checkpoint; another arm at the same step is not.
+    Path(arm).rename("moved")
+    again = ("heldout", "--max-new-tokens", "5", "--directory", "asked", "--resume")
+    assert cli.main(["eval", "moved", *again]) == 0
+    Path("moved").rename(arm)
+    assert "(policy differ" in failure(capsys, "eval", "out/arms/plain/seed0", *again)
     message = failure(capsys, "eval", arm, "gsm8k_sample", "--directory", "other")
     assert "task gsm8k_sample, " in message
     assert "is not in the alphabet" in message

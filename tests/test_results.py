@@ -90,3 +90,26 @@ def test_the_head_of_the_quickstart_states_the_committed_means() -> None:
         found = re.search(rf"(0\.\d\d) {re.escape(words)}", head)
         assert found, (words, head)
         assert found[1] == f"{statistics.mean(accuracies(arms[slug], -1)):.2f}", words
+
+
+def test_the_table_of_the_real_evaluation_is_the_committed_result() -> None:
+    found = results("eval_smollm2")
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    table = text.split("## Measured\n", 1)[1].split("\n| ", 1)[1].split("\n\n", 1)[0].split("\n")[2:]
+    said = {cells[0]: cells[1:] for line in table if (cells := [cell.strip() for cell in line.strip("| ").split("|")])}
+    assert said.keys() == found["tasks"].keys() == {"svamp", "gsm8k", "math500"}
+    for name, row in found["tasks"].items():
+        assert said[name] == [
+            str(row["problems"]),
+            f"`{row['prompt_format']}`",
+            f"{row['accuracy']:.1%}",
+            f"{100 * row['low']:.1f}–{100 * row['high']:.1f}%",
+            f"{row['truncated']:.0%}",
+            f"{row['tokens']:.0f}",
+        ]
+        assert row["unjudged"] == 0
+        assert len(row["right"]) == round(row["accuracy"] * row["problems"])
+        read = found["read_by_eye"][name]
+        assert read["read"] == row["problems"]
+        assert read["right_but_judged_wrong"] == []
+        assert set(read["judged_right_without_a_final_answer"]) <= set(row["right"])

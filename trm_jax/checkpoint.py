@@ -150,6 +150,10 @@ class Checkpointer:
             )
         return None
 
+    def digest(self, step: int) -> str:
+        """SHA-256 of a checkpoint's manifest, which has that of every file: what tells two checkpoints apart."""
+        return hashlib.sha256((self._path(step) / "manifest.json").read_bytes()).hexdigest()
+
     def _path(self, step: int) -> Path:
         return self._directory / f"{_PREFIX}{step:08d}"
 

@@ -124,6 +124,11 @@ def test_olympiad_keeps_english_text_only_open_ended_mathematics(tmp_path: Path)
         read_benchmark("olympiadbench", lines(tmp_path / "o.jsonl", *others))
 
 
+def test_olympiad_leaves_out_the_problem_that_its_authors_withdrew(tmp_path: Path) -> None:
+    rows = [{**OLYMPIAD, "id": 1964}, {**OLYMPIAD, "id": 1965}, {**OLYMPIAD, "id": 1966}]
+    assert [p.index for p in read_benchmark("olympiadbench", lines(tmp_path / "o.jsonl", *rows))] == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("row", "reference"),
     [

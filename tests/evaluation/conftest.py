@@ -21,11 +21,13 @@ class RuleEngine:
     """Answers ``a+b=?`` by ``a+b`` when the row's seed is even (or under greedy sampling), else by one more."""
 
     calls: list[Any] = []  # noqa: RUF012 - a test empties it
+    made: list[Any] = []  # noqa: RUF012 - the configurations of all engines
     before_answer: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, model: Any, config: Any, *, numerics: Any, sampling: Any, eos_ids: Any, record_hidden: bool):
         self.config, self.sampling = config, sampling
         assert record_hidden is False
+        RuleEngine.made.append(config)
 
     def update_weights(self, version: int, params: Any) -> None:
         pass
@@ -49,6 +51,7 @@ class RuleEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[RuleEngine]:
     monkeypatch.setattr(RuleEngine, "calls", [])
+    monkeypatch.setattr(RuleEngine, "made", [])
     monkeypatch.setattr(_run, "InProcessEngine", RuleEngine)
     return RuleEngine
 

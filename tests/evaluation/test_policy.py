@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flax import nnx
 
-from trm_jax.evaluation import EvaluationSettings, EvaluationTask, open_policy, run_evaluation
+from trm_jax.evaluation import EvaluationSettings, EvaluationTask, open_policy, read_answers, run_evaluation
 from trm_jax.models import Transformer, TransformerConfig, export_pretrained
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -65,6 +66,9 @@ def test_what_does_not_go_together(tmp_path: Path, directory: Path) -> None:
         open_policy(bare, system="?")
     with pytest.raises(FileNotFoundError, match="there is no checkpoint 'nowhere'"):
         open_policy("nowhere")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"notes\.txt is a file, and not a \.gguf"):
+        open_policy(tmp_path / "notes.txt")
     (tmp_path / "runs" / "arms" / "cis" / "seed0").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"is an experiment of 1 runs; .*such as .*arms.cis.seed0"):
         open_policy(tmp_path / "runs")
@@ -76,7 +80,21 @@ def test_another_checkpoint_has_another_identity(tmp_path: Path, directory: Path
     identity = open_policy(directory).identity
     assert open_policy(directory).identity == identity
     assert open_policy(checkpoint(tmp_path / "other", seed=1)).identity != identity
+    assert open_policy(checkpoint(tmp_path / "same")).identity == identity
+    reworded = checkpoint(tmp_path / "reworded", template=TEMPLATE.replace("<assistant>", "<model>"))
+    assert open_policy(reworded).identity != identity
     assert open_policy(directory, chat="plain").identity != identity
+
+
+def test_ids_of_a_padded_embedding_write_nothing(tmp_path: Path) -> None:
+    policy = open_policy(checkpoint(tmp_path / "m", vocab=120))
+    assert policy.tokenizer.vocab_size == 120 < policy.model.config.vocab_size
+    tokens = np.array([[ord("4"), 127, ord("2"), 2, 0], [125, 126, 127, 127, 127]])
+    rollout = types.SimpleNamespace(response_tokens=tokens, response_mask=tokens != 0, finished=np.array([True, False]))
+    assert [(a.text, a.tokens, a.finished) for a in read_answers(rollout, policy.tokenizer)] == [
+        ("42", 4, True),
+        ("", 5, False),
+    ]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -115,8 +116,6 @@ def test_more_problems_samples_and_tasks_join_what_is_there(engine, policy, task
 
 
 def test_answers_under_other_settings_are_never_mixed(engine, policy, task, tmp_path):
-    import dataclasses
-
     run_evaluation(policy, [task(2)], GREEDY, tmp_path)
     with pytest.raises(ValueError, match="already holds an evaluation; continue it with --resume"):
         run_evaluation(policy, [task(2)], GREEDY, tmp_path)
@@ -142,8 +141,6 @@ def test_mistakes_are_found_before_anything_is_written(engine, policy, task, tmp
     with pytest.raises(ValueError, match=r"task sums, made\[0\]: character 'x'.* is not in the alphabet"):
         run_evaluation(policy, [task(2, prompt_format="x{question}")], GREEDY, tmp_path / "e")
     empty = [Problem(prompt=" ", reference="1", source="made", index=0)]
-    import dataclasses
-
     silent = dataclasses.replace(policy, encode=lambda message: [])
     with pytest.raises(ValueError, match="its prompt has no tokens"):
         run_evaluation(silent, [dataclasses.replace(task(1), problems=empty)], GREEDY, tmp_path / "e")
@@ -151,8 +148,6 @@ def test_mistakes_are_found_before_anything_is_written(engine, policy, task, tmp
 
 
 def test_a_prompt_that_is_whole_is_not_put_into_a_chat(engine, policy, task, tmp_path):
-    import dataclasses
-
     chatty = dataclasses.replace(policy, encode=lambda message: policy.tokenizer.encode("1+1=?"))
     run_evaluation(chatty, [task(1)], GREEDY, tmp_path / "chat")
     run_evaluation(chatty, [task(1, rendered=True)], GREEDY, tmp_path / "whole")
@@ -170,6 +165,13 @@ def test_supports_of_a_nucleus_bound_the_batch(engine, policy, task, tmp_path, m
     monkeypatch.setattr(_run, "_SUPPORT_BYTES", 4 * 18 // 8 * 2)  # two answers of four tokens over 18 ids
     run_evaluation(policy, [task(2)], SAMPLED, tmp_path)
     assert {len(call.seeds) for call in engine.calls} == {2}
+
+
+def test_tasks_of_about_one_length_share_an_engine(engine, policy, task, tmp_path):
+    long = [Problem(prompt="0" * 30 + "1+10=?", reference="11", source="made", index=0)]
+    tasks = [task(3), task(3, "more"), dataclasses.replace(task(1, "long"), problems=long)]
+    run_evaluation(policy, tasks, GREEDY, tmp_path)
+    assert [made.max_prompt_length for made in engine.made] == [32, 64]
 
 
 PROGRAM = """

@@ -13,6 +13,11 @@ import pytest
 from trm_jax.models.pretrained import ModelUnavailableError, fetch_smollm2
 
 LAYERS, WIDTH, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 40, 4, 2, 16
+WORDS = ["<|pad|>", "<|start|>", "<|end|>", *"0123456789abcdfghijklmnopqrstuvwxyze", "he"]
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 
 
 def _blocks(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -79,12 +84,14 @@ def _write_tiny_llama(
     architecture: str = "llama",
     ffn: int = FFN,
     down: str = "Q4_1",
+    words: bool = False,
     metadata: dict[str, Any] | None = None,
     replace: dict[str, np.ndarray | None] | None = None,
 ) -> TinyLlama:
     """Writes the file; ``replace`` swaps, adds or (None) drops tensors (uint8: raw Q4_1), ``metadata`` adds keys.
 
-    ``down`` is the format of the down projection, ``ffn`` its input width (Q4_K needs a multiple of 256).
+    ``down`` is the format of the down projection, ``ffn`` its input width (Q4_K needs a multiple of 256); ``words``
+    gives it a tokenizer: three control tokens, digits, small letters and the space.
     """
     import gguf
 
@@ -125,6 +132,12 @@ def _write_tiny_llama(
     writer.add_tokenizer_model("gpt2")
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if words:
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(WORDS)
+        writer.add_token_types([3] * 3 + [1] * (VOCAB - 3))
+        writer.add_token_merges(["h e"])
+        writer.add_chat_template(TEMPLATE)
     for key, value in (metadata or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint32
         add(key, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trm_jax.models.pretrained import PretrainedTokenizer
+from trm_jax.models.pretrained import PretrainedTokenizer, load_tokenizer
 
 pytest.importorskip("tokenizers")
 
@@ -226,3 +227,36 @@ def test_template_sees_the_control_tokens():
 def test_other_tokenizers_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         PretrainedTokenizer(metadata(**changes))
+
+
+def test_a_tokenizer_writes_itself_as_a_directory(tmp_path):
+    kinds = [3] * 3 + [1] * (len(TOKENS) - 3) + [4]
+    changes = {"tokens": [*TOKENS, "<tool>"], "token_type": kinds, "add_bos_token": True, "eot_token_id": 0}
+    ours = PretrainedTokenizer(metadata(**changes))
+    ours.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    for name in ("vocab_size", "bos_id", "eos_ids", "pad_id", "chat_template", "special_tokens", "prefix_ids"):
+        assert getattr(again, name) == getattr(ours, name), name
+    assert (again.eos_ids, again.prefix_ids) == (frozenset({0, 2}), [1])
+    messages = [{"role": "system", "content": "he 12"}, {"role": "user", "content": "<tool> hel"}]
+    assert again.apply_chat_template(messages) == ours.apply_chat_template(messages)
+    for text in ("he 12 he<tool>", "<|end|>", "é\n "):
+        for special in (False, True):
+            assert again.encode(text, allow_special=special) == ours.encode(text, allow_special=special)
+    # What another reader finds: the library alone adds the beginning of sequence, and each token has its name.
+    tokenizers = pytest.importorskip("tokenizers")
+    assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("he").ids == [1, 260]
+    named = {"bos_token": "<|start|>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    assert json.loads((tmp_path / "special_tokens_map.json").read_text()) == named
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings.items() >= {**named, "chat_template": TEMPLATE, "add_bos_token": True}.items()
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [0, 2], "pad_token_id": 2}
+
+
+def test_a_tokenizer_without_template_bos_or_padding_writes_itself_too(tmp_path):
+    bare = metadata(bos_token_id=None, padding_token_id=None) | {"tokenizer.chat_template": None}
+    PretrainedTokenizer(bare).save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert (again.bos_id, again.pad_id, again.eos_ids, again.chat_template) == (None, 2, frozenset({2}), None)
+    assert again.prefix_ids == []

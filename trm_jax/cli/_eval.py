@@ -46,7 +46,7 @@ class Eval:
     """Instead of each benchmark's own: question, boxed, boxed_short, hashes, answer_line, options, or a template with
     {question} in it."""
     chat: Literal["auto", "chat", "plain"] = "auto"
-    """Prompts by the checkpoint's chat template (auto: where it has one), or plain."""
+    """Prompts by the checkpoint's chat template (auto: where it has one), or plain. A run has its own way."""
     system: str = ""
     """System message of the chat; empty leaves it to the template."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -82,12 +82,21 @@ class Eval:
             batch=self.batch,
         )
         tasks = [parse_task(b, prompt_format=self.prompt_format) for b in self.benchmarks if b != "heldout"]
+        run = is_run(self.checkpoint)
+        if run and (self.chat != "auto" or self.system):
+            raise ValueError(
+                f"--chat and --system: the run {self.checkpoint} is asked as its configuration says "
+                "(task.system_prompt); leave them out"
+            )
+        if "heldout" in self.benchmarks and not run:
+            raise ValueError("heldout: only a run of `trm-jax train` has problems of its own; name a benchmark")
         with contextlib.ExitStack() as stack:
-            if is_run(self.checkpoint):
+            if run:
                 policy, heldout = stack.enter_context(open_run(self.checkpoint))
-                tasks += [heldout] if "heldout" in self.benchmarks else []
-            elif "heldout" in self.benchmarks:
-                raise ValueError("heldout: only a run of `trm-jax train` has problems of its own; name a benchmark")
+                if "heldout" in self.benchmarks:
+                    if heldout is None:
+                        raise ValueError(f"heldout: the run {self.checkpoint} was made without any (eval.prompts=0)")
+                    tasks.append(heldout)
             else:
                 policy = open_policy(self.checkpoint, chat=self.chat, system=self.system)
             progress = stack.enter_context(EvaluationProgress())

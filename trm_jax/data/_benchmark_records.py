@@ -32,6 +32,7 @@ STEM_SUBJECTS = frozenset(
     for name in names.split()
 )
 """The 19 subjects that MMLU's authors count as STEM."""
+_WITHDRAWN = 1965  # id of the one problem that OlympiadBench's release of July 2024 no longer has
 
 
 class Entry(NamedTuple):
@@ -95,7 +96,12 @@ def svamp(record: Record) -> Entry:
 
 
 def olympiad(record: Record) -> Entry | None:
-    """``question`` after its ``context``; ``final_answer`` a list. None for another subset than the papers'."""
+    """``question`` after its ``context``; ``final_answer`` a list. None for another subset than the papers'.
+
+    Copies of the release of March 2024 have 675 problems: the authors withdrew one of them in July.
+    """
+    if record.has("id", "id") and record.value("id", "id") == _WITHDRAWN:
+        return None
     for column, wanted in (
         *(("language", "English"), ("modality", "Text-only"), ("question_type", "Open-ended"), ("subject", "Math")),
     ):

@@ -76,7 +76,8 @@ _TABLE = (
         name="olympiadbench",
         title="OlympiadBench, English, text-only, open-ended",
         items=674,
-        source="Hothan/OlympiadBench: OE_TO_maths_en_COMP (a 675-item copy: QwenLM/Qwen2.5-Math)",
+        source="Hothan/OlympiadBench: OE_TO_maths_en_COMP; or QwenLM/Qwen2.5-Math: "
+        "evaluation/data/olympiadbench/test.jsonl (675, one of which was withdrawn and is left out)",
         entry=records.olympiad,
     ),
     Benchmark(

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import importlib.util
 import math
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from trm_jax.data._problem import Problem
 from trm_jax.data._worker_pool import WorkerPool
 
 __all__ = ["PROGRAM", "MathVerifier", "Verdict", "VerifierCounts"]
+
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_FORMULA = re.compile(r"[=^(\[{]|[\w)]\s*[+-]\s*\w|,(?!\d{3}(?!\d))")  # or a list: a comma of thousands makes none
 
 PROGRAM = Path(__file__).with_name("_math_worker.py")
 """The program of a worker."""
@@ -169,6 +173,6 @@ def _final_part(response: str, max_chars: int) -> str:
     if marked is None:
         return tail
     text = plain_answer(marked.text)
-    if marked.mark == "box" or "\\" in text:
+    if marked.mark == "box" or "\\" in text or (_FORMULA.search(text) and not _WORD.search(text)):
         return rf"\boxed{{{text}}}"  # math-verify joins boxes that stand side by side: there is one
     return text

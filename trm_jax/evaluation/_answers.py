@@ -35,7 +35,7 @@ def ask(engine: Engine, prompts: PromptBatch, tokenizer: Tokenizer, *, stop: Seq
     Args:
       engine: with weights.
       prompts: rows of ids.
-      tokenizer: writes ids as text and knows the end tokens.
+      tokenizer: writes ids as text and knows the end tokens; ids beyond its own, of a padded embedding, write nothing.
       stop: texts at which an answer ends; the engine does not know them, so the rest is sampled and cut off.
 
     Returns:
@@ -50,7 +50,8 @@ def read_answers(rollout: RolloutBatch, tokenizer: Tokenizer, *, stop: Sequence[
     answers = []
     for row, keep, finished in zip(tokens, mask, np.asarray(rollout.finished), strict=True):
         ids = [int(token) for token in row[keep]]
-        text = tokenizer.decode([token for token in ids if token not in tokenizer.eos_ids])
+        known = [token for token in ids if token < tokenizer.vocab_size]
+        text = tokenizer.decode([token for token in known if token not in tokenizer.eos_ids])
         ends = [place for word in stop if (place := text.find(word)) >= 0]
         answers.append(
             Answer(text=text[: min(ends)] if ends else text, tokens=len(ids), finished=bool(finished) or bool(ends))

@@ -66,6 +66,8 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
             f"there is no checkpoint {str(checkpoint)!r}: give a Hugging Face directory, a .gguf file, the directory "
             "of a run (RUN/arms/ARM/seedN), or smollm2"
         )
+    if path.is_file() and path.suffix != ".gguf":
+        raise ValueError(f"{path} is a file, and not a .gguf; give the directory that holds config.json")
     if runs := sorted(path.glob("arms/*/seed*")):
         raise ValueError(f"{path} is an experiment of {len(runs)} runs; name one of them, such as {runs[0]}")
     words = load_tokenizer(path)
@@ -85,7 +87,12 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
         model=model,
         tokenizer=words,
         encode=_encoder(words, system) if chats else _plain_encoder(words),
-        identity={"weights": _fingerprint(path), "chat": chats, "system": system},
+        identity={
+            "weights": _fingerprint(path),
+            "tokenizer": words.fingerprint,
+            "chat": chats,
+            "system": system,
+        },
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 import zlib
@@ -26,8 +27,9 @@ from trm_jax.types import PromptBatch
 
 __all__ = ["Progress", "run_evaluation"]
 
-_ROUND = 32  # prompt positions are a multiple: sets of problems of about one length share a compiled program
+_ROUND = 32  # prompt positions are a multiple: sets of problems of about one length share an engine
 _SUPPORT_BYTES = 2**30  # under top-p the engine keeps a bit for every token of the vocabulary at every position
+_PREFILL = 256  # prompt positions in one prefill call: whenever a slot is free one runs, filled up or not
 
 Progress = Callable[[str, Sequence[dict[str, Any]], int], None]
 """``progress(task, rows so far, rows in all)``, after every batch."""
@@ -71,6 +73,7 @@ def run_evaluation(
     prompts = {task.name: _encode(policy, task, settings) for task in tasks}
     root.mkdir(parents=True, exist_ok=True)
     described = _describe(policy, tasks, settings)
+    engine = functools.cache(functools.partial(_engine, policy, settings))
     with contextlib.ExitStack() as stack:
         ledgers = {}
         for task in tasks:  # all are locked before one is asked
@@ -78,7 +81,7 @@ def run_evaluation(
         _check_directory(root, described, any(ledger.rows for ledger in ledgers.values()), resume=resume)
         write_atomically(root / "settings.json", json.dumps(described, indent=1).encode())
         for task in tasks:
-            _answer(policy, task, prompts[task.name], settings, ledgers[task.name], progress)
+            _answer(policy, engine, task, prompts[task.name], settings, ledgers[task.name], progress)
         rows = {task.name: _asked(task, settings, ledgers[task.name]) for task in tasks}
     results = {"checkpoint": policy.name, **described, "tasks": summarize(rows)}
     write_atomically(root / "results.json", json.dumps(results, indent=1).encode())
@@ -145,6 +148,7 @@ def _asked(task: EvaluationTask, settings: EvaluationSettings, ledger: Ledger) -
 
 def _answer(
     policy: Policy,
+    engine_for: Callable[[int], InProcessEngine],
     task: EvaluationTask,
     prompts: dict[int, list[int]],
     settings: EvaluationSettings,
@@ -168,9 +172,11 @@ def _answer(
     if not pending:
         return
     length = -(-max(map(len, prompts.values())) // _ROUND) * _ROUND
-    engine = _engine(policy, settings, length)
+    engine = engine_for(length)
+    calls = -(-len(pending) // _rows(policy, settings))
+    size = -(-len(pending) // calls)  # about equal: another number is another program
     with _reward(task) as reward:
-        for start in range(0, len(pending), size := _rows(policy, settings)):
+        for start in range(0, len(pending), size):
             batch = pending[start : start + size]
             began = time.perf_counter()
             problems = [problem for problem, _ in batch]
@@ -225,7 +231,7 @@ def _engine(policy: Policy, settings: EvaluationSettings, length: int) -> InProc
             slots=settings.slots,
             max_prompt_length=length,
             max_response_length=settings.max_new_tokens,
-            prefill_rows=min(settings.slots, 16),
+            prefill_rows=min(settings.slots, max(1, _PREFILL // length)),
         ),
         numerics=RolloutNumerics(dtype=settings.dtype),
         sampling=SamplingConfig(

@@ -44,9 +44,10 @@ def export_pretrained(
       model: with parameters in floating point.
       directory: is made; must be empty or not exist.
       dtype: "float32", "float16" or "bfloat16"; None is the parameters' own.
-      like: a directory whose ``config.json`` and other small files (tokenizer, generation settings) are copied; None
-        writes a ``config.json`` from the model's shape.
-      longest: ``max_position_embeddings`` of a new ``config.json``.
+      like: the checkpoint that the model came from. Of a directory, ``config.json`` and other small files (tokenizer,
+        generation settings) are copied; of a ``.gguf`` file, its tokenizer, chat template and end tokens are written as
+        such files. None writes a ``config.json`` from the model's shape, and no tokenizer.
+      longest: ``max_position_embeddings`` of a ``config.json`` that comes from the shape alone.
       shard_bytes: largest file of weights.
 
     Returns:
@@ -54,14 +55,16 @@ def export_pretrained(
 
     Raises:
       FileExistsError: ``directory`` holds something.
-      ValueError: a shape that no supported model type has, or ``like`` of another shape, naming what differs.
+      ValueError: a shape that no supported model type has; ``like`` of another shape, naming what differs; or a GGUF
+        file whose tokenizer is not supported.
     """
-    from trm_jax.models.pretrained import write_safetensors
+    from trm_jax.models.pretrained import load_tokenizer, write_safetensors
 
     config, place = model.config, Path(directory)
     dtype = str(model.embedding.get_value().dtype) if dtype is None else dtype
-    raw = config_to_hf(config, dtype=dtype, longest=longest) if like is None else _same_shape(config, Path(like))
+    raw = _described(config, None if like is None else Path(like), dtype=dtype, longest=longest)
     raw["dtype" if "dtype" in raw else "torch_dtype"] = dtype
+    words = load_tokenizer(like) if like is not None and Path(like).is_file() else None
     place.mkdir(parents=True, exist_ok=True)
     if there := sorted(file.name for file in place.iterdir()):
         raise FileExistsError(f"{place} is not empty (it holds {there[0]}); export into a new directory.")
@@ -74,23 +77,36 @@ def export_pretrained(
 
     shapes = {name: slot.shape for name, (slot, _) in slots.items()}
     write_safetensors(place, shapes, fetch, dtype=dtype, shard_bytes=shard_bytes)
-    if like is not None:
+    if words is not None:
+        words.save_pretrained(place)
+    elif like is not None:
         for file in sorted(Path(like).iterdir()):
-            if (
-                file.is_file()
-                and file.suffix in (".json", ".jinja", ".txt", ".model")
-                and "safetensors" not in file.name
-            ):
+            if file.is_file() and file.suffix in _COPIED and "safetensors" not in file.name:
                 shutil.copy(file, place / file.name)
     (place / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     return place
 
 
-def _same_shape(config: TransformerConfig, like: Path) -> dict[str, Any]:
-    raw = read_config(like)
-    if (other := config_from_hf(raw, str(like / "config.json"))) != config:
-        raise ValueError(f"{like / 'config.json'} describes {other}, the model is {config}.")
-    return raw
+def _described(config: TransformerConfig, like: Path | None, *, dtype: str, longest: int) -> dict[str, Any]:
+    """What ``config.json`` shall hold."""
+    if like is None:
+        return config_to_hf(config, dtype=dtype, longest=longest)
+    if like.is_dir():
+        raw = read_config(like)
+        _check_same(config, raw, like / "config.json")
+        return raw
+    from trm_jax.models.pretrained import read_gguf
+
+    source = read_gguf(like)
+    _check_same(config, {**source.config, "model_type": source.model_type}, like)
+    raw = config_to_hf(config, dtype=dtype, longest=source.config["max_position_embeddings"])
+    ids = {name: source.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return raw | {name: index for name, index in ids.items() if index is not None}
+
+
+def _check_same(config: TransformerConfig, raw: dict[str, Any], file: Path) -> None:
+    if (other := config_from_hf(raw, str(file))) != config:
+        raise ValueError(f"{file} describes {other}, the model is {config}.")
 
 
 def _tensor(params: dict[str, Any], slot: Slot, expert: int, dtype: np.dtype[Any]) -> np.ndarray:

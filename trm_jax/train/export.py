@@ -12,7 +12,7 @@ from flax import nnx
 from trm_jax.checkpoint import CheckpointError
 from trm_jax.models import export_pretrained
 from trm_jax.train.config import TrainConfig
-from trm_jax.train.policy import pretrained_directory
+from trm_jax.train.policy import pretrained_place
 
 __all__ = ["export_policy", "exported_policy"]
 
@@ -27,8 +27,8 @@ def export_policy(
     Args:
       graphdef: of the ``Transformer``.
       params: its parameters.
-      config: ``checkpoint.export`` is the type of the weights; of a Hugging Face directory in ``model.path``, the
-        tokenizer's files and the settings come along.
+      config: ``checkpoint.export`` is the type of the weights; of a checkpoint in ``model.path``, tokenizer, chat
+        template and settings come along.
       directory: the new directory; beside the model it says step and type (``exported_policy``).
       step: after which the policy is taken.
 
@@ -45,7 +45,7 @@ def export_policy(
             nnx.merge(graphdef, params),
             partial,
             dtype=config.checkpoint.export,
-            like=pretrained_directory(config.model.path),
+            like=pretrained_place(config.model.path) if config.model.path else None,
         )
         record = {"step": step, "dtype": config.checkpoint.export}
         (partial / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from trm_jax.data import Tokenizer
 from trm_jax.evaluation import EvaluationTask, Policy
 from trm_jax.train._structured import structured
 from trm_jax.train.config import TrainConfig
-from trm_jax.train.experiment import open_experiment
+from trm_jax.train.experiment import Experiment, open_experiment
 from trm_jax.train.records import read_record
 from trm_jax.train.state import init_state, make_optimizer, make_schedule
 from trm_jax.train.words import ChatTokenizer
@@ -32,20 +32,20 @@ def is_run(path: str | Path) -> bool:
 
 
 @contextlib.contextmanager
-def open_run(directory: str | Path) -> Iterator[tuple[Policy, EvaluationTask]]:
-    """The policy of a run, and its own held-out problems as a task called ``heldout``.
+def open_run(directory: str | Path) -> Iterator[tuple[Policy, EvaluationTask | None]]:
+    """The policy of a run, and its own held-out problems as a task called ``heldout``; None where it has none.
 
     Args:
       directory: ``RUN/arms/ARM/seedN``, with ``config.json`` and ``checkpoints``.
 
     Raises:
-      ValueError: a record that cannot be read, or a run without held-out problems.
+      ValueError: a record that cannot be read.
       CheckpointError: there is no good checkpoint.
     """
     root = Path(directory)
     config = structured(read_record(root / "config.json"), TrainConfig, "")
     with open_experiment(config) as experiment:
-        step, params = _restore(root, config, experiment.model)
+        step, params, weights = _restore(root, config, experiment.model)
         tokenizer = experiment.tokenizer
         model = nnx.merge(experiment.graphdef, params)
         policy = Policy(
@@ -53,22 +53,21 @@ def open_run(directory: str | Path) -> Iterator[tuple[Policy, EvaluationTask]]:
             model=model,
             tokenizer=tokenizer,
             encode=_encoder(config, tokenizer),
-            identity={"run": str(root.resolve()), "step": step},
+            identity={"weights": weights, "system": config.task.system_prompt},
         )
-        if not experiment.test:
-            raise ValueError(f"{root}: the run was made without held-out problems (eval.prompts=0)")
-        asked = json.dumps([(problem.prompt, problem.reference) for problem in experiment.test])
-        yield (
-            policy,
-            EvaluationTask(
-                name="heldout",
-                problems=[dataclasses.replace(p, index=i) for i, p in enumerate(experiment.test)],
-                reward=experiment.reward,
-                prompt_format="question",
-                digest=hashlib.sha256(asked.encode()).hexdigest(),
-                rendered=True,
-            ),
-        )
+        yield policy, _held_out(experiment) if experiment.test else None
+
+
+def _held_out(experiment: Experiment) -> EvaluationTask:
+    asked = json.dumps([(problem.prompt, problem.reference) for problem in experiment.test])
+    return EvaluationTask(
+        name="heldout",
+        problems=[dataclasses.replace(p, index=i) for i, p in enumerate(experiment.test)],
+        reward=experiment.reward,
+        prompt_format="question",
+        digest=hashlib.sha256(asked.encode()).hexdigest(),
+        rendered=True,
+    )
 
 
 def _encoder(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[str], list[int]]:
@@ -84,7 +83,8 @@ def _encoder(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[str], list[
     return encode
 
 
-def _restore(root: Path, config: TrainConfig, model: nnx.Module) -> tuple[int, Any]:
+def _restore(root: Path, config: TrainConfig, model: nnx.Module) -> tuple[int, Any, str]:
+    """Step, parameters and digest of the newest good checkpoint."""
     optimizer = make_optimizer(
         config.optimizer, make_schedule(config.optimizer, config.steps * config.loss.minibatches)
     )
@@ -96,8 +96,9 @@ def _restore(root: Path, config: TrainConfig, model: nnx.Module) -> tuple[int, A
     def template(saved: dict[str, Any]) -> Any:
         return {"state": abstract, "held": [abstract.params] * len(saved["held_versions"])}
 
-    restored = Checkpointer(root / "checkpoints", keep=config.checkpoint.keep).restore_latest(template)
+    checkpoints = Checkpointer(root / "checkpoints", keep=config.checkpoint.keep)
+    restored = checkpoints.restore_latest(template)
     if restored is None:
         raise CheckpointError(f"{root / 'checkpoints'} holds no checkpoint; has the run made a step?")
     step, arrays, _ = restored
-    return step, arrays["state"].params
+    return step, arrays["state"].params, checkpoints.digest(step)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +67,7 @@ class PretrainedTokenizer:
         for tokenizer in (self._special, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self._named = parts.named
+        self._parts = parts
         self.vocab_size: int = max(self._special.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id: int | None = self._special.token_to_id(parts.named.get("bos_token", ""))
         self.pad_id: int = parts.pad_id
@@ -72,6 +75,12 @@ class PretrainedTokenizer:
         self.special_tokens: dict[str, int] = dict(parts.special_tokens)
         self.prefix_ids: list[int] = list(parts.prefix)
         self.eos_ids: frozenset[int] = parts.eos_ids | self._turn_end()
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with ids, control tokens, chat template, end tokens or padding."""
+        layout = dataclasses.asdict(self._parts) | {"eos_ids": sorted(self.eos_ids)}
+        return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Turns text into ids; nothing is added.
@@ -146,7 +155,7 @@ class PretrainedTokenizer:
             self.chat_template,
             {
                 "bos_token": "",
-                **self._named,
+                **self._parts.named,
                 "tools": None,
                 "documents": None,
                 **options,
@@ -160,6 +169,36 @@ class PretrainedTokenizer:
     ) -> list[int]:
         """The ids of ``render_chat``, control tokens recognised. Same arguments, same errors."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **options), allow_special=True)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the tokenizer as the files of a Hugging Face directory, which Transformers and this package read.
+
+        They are ``tokenizer.json``, ``tokenizer_config.json`` with control tokens and chat template,
+        ``special_tokens_map.json``, and ``generation_config.json`` with every end token.
+
+        Args:
+          directory: exists.
+        """
+        root, parts = Path(directory), self._parts
+        named = parts.named | {"pad_token": str(self._special.id_to_token(self.pad_id))}
+        settings: dict[str, Any] = {
+            **named,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": bool(parts.prefix),
+            "clean_up_tokenization_spaces": False,
+        }
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        ends: dict[str, Any] = {"eos_token_id": sorted(self.eos_ids), "pad_token_id": self.pad_id}
+        if self.bos_id is not None:
+            ends["bos_token_id"] = self.bos_id
+        (root / "tokenizer.json").write_text(parts.backend, encoding="utf-8")
+        for name, content in (
+            ("tokenizer_config.json", settings),
+            ("special_tokens_map.json", named),
+            ("generation_config.json", ends),
+        ):
+            (root / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _turn_end(self) -> frozenset[int]:
         """The control token right after an assistant's words, when the template writes one."""

@@ -84,19 +84,22 @@ def gguf_parts(metadata: Mapping[str, Any]) -> TokenizerParts:
         raise ValueError("tokenizer.ggml.add_bos_token=True needs 'tokenizer.ggml.bos_token_id'.")
     special = {token: index for token, index in ids.items() if kinds[index] == _CONTROL}
     added = [token for token, index in ids.items() if kinds[index] == _USER_DEFINED]
+    prefix = [int(bos)] if adds_bos and bos is not None else []
     return TokenizerParts(
-        backend=_bpe(ids, need("merges"), pre, special, added).to_str(),
+        backend=_bpe(ids, need("merges"), pre, special, added, [tokens[index] for index in prefix]).to_str(),
         special_tokens=special,
         named=named,
         eos_ids=frozenset(ends),
         pad_id=int(metadata.get("tokenizer.ggml.padding_token_id", need("eos_token_id"))),
         chat_template=metadata.get("tokenizer.chat_template"),
-        prefix=[int(bos)] if adds_bos and bos is not None else [],
+        prefix=prefix,
     )
 
 
-def _bpe(ids: dict[str, int], merges: Iterable[str], pre: str, special: Iterable[str], added: list[str]) -> Tokenizer:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _bpe(
+    ids: dict[str, int], merges: Iterable[str], pre: str, special: Iterable[str], added: list[str], prefix: list[str]
+) -> Tokenizer:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     pairs = [(left, right) for left, _, right in (pair.partition(" ") for pair in merges)]
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=pre == "llama-bpe"))
@@ -112,6 +115,10 @@ def _bpe(ids: dict[str, int], merges: Iterable[str], pre: str, special: Iterable
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    if prefix:  # for other readers of the tokenizer: ours adds nothing by itself
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*prefix, "$A"], special_tokens=[(token, ids[token]) for token in prefix]
+        )
     return tokenizer
 
 

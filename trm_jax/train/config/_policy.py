@@ -136,8 +136,8 @@ class CheckpointConfig:
       every: steps between checkpoints; the last step is always saved.
       keep: newest checkpoints kept.
       export: when a run ends, or is stopped, write its policy as a Hugging Face directory, "model" beside the
-        checkpoints, in this type: "none", "float32", "bfloat16" or "float16". Tokenizer files come along from a
-        directory in model.path. A run that ended without one is exported by --resume with this option.
+        checkpoints, in this type: "none", "float32", "bfloat16" or "float16". Tokenizer and chat template come along
+        from what model.path names. A run that ended without one is exported by --resume with this option.
     """
 
     every: int = 20
