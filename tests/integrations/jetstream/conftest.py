@@ -90,12 +90,12 @@ class GatedEngine(RolloutEngine):
     def allow(self, chunks: int) -> None:
         self._permits.release(chunks)
 
-    def generate(self, params: Any, decode_state: Any) -> Any:
+    def generate(self, params: Any, decode_state: Any, steps: int | None = None) -> Any:
         while not self.open and not self._permits.acquire(timeout=0.01):
             pass
         if self.faults:
             raise self.faults.pop(0)
-        return super().generate(params, decode_state)
+        return super().generate(params, decode_state, steps)
 
 
 @dataclasses.dataclass

@@ -219,9 +219,9 @@ def test_a_client_that_goes_away_frees_its_slots(tools, server, client):
     engine = server.driver._engine
     original = engine.generate
 
-    def gated(params, state):
+    def gated(*call):
         steps.acquire()
-        return original(params, state)
+        return original(*call)
 
     engine.generate = gated
     try:
