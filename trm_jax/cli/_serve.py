@@ -100,6 +100,7 @@ class Serve:
                     numerics=rollout.numerics,
                     eos_ids=experiment.tokenizer.eos_ids,
                     record_hidden=rollout.record_hidden,
+                    record_routes=config.model.replay_routes,
                 ),
                 experiment.model,
                 sampling=SamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p),

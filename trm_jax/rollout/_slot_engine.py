@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
 from trm_jax.models import Transformer
 from trm_jax.rollout._config import EngineConfig, RolloutNumerics, SamplingConfig
+from trm_jax.rollout._placement import in_place, mesh_of, placement
 from trm_jax.rollout._programs import decode, insert, prefill
 from trm_jax.rollout._sampling import RowSampling
 from trm_jax.rollout._slots import Chunk, DecodeState, PolicyWeights, Prefix, Recording, SlotRequests, idle_state
@@ -107,8 +109,17 @@ class SlotEngine:
         }
         self._convert = jax.jit(functools.partial(convert_weights, self.graphdef, numerics=numerics))
         self._prefill = jax.jit(functools.partial(prefill, **bound))
-        self._insert = jax.jit(insert, donate_argnums=1)
-        self._decode = jax.jit(functools.partial(decode, eos=self.eos_ids, **bound), donate_argnums=1)
+        self._mesh: Mesh | None = None
+
+        def inserted(*operands: Any) -> DecodeState:
+            return in_place(insert(*operands), self._mesh)
+
+        def decoded(*operands: Any) -> tuple[DecodeState, Chunk]:
+            state, chunk = decode(*operands, eos=self.eos_ids, **bound)
+            return in_place(state, self._mesh), chunk
+
+        self._insert = jax.jit(inserted, donate_argnums=1)
+        self._decode = jax.jit(decoded, donate_argnums=1)
 
     def numerics_json(self) -> str:
         """The arithmetic in words, for a client to compare with what it expects."""
@@ -122,7 +133,9 @@ class SlotEngine:
         """
         weights = self._convert(params)
         placed = jax.tree.map(lambda x: jax.device_put(x, x.sharding), weights)
-        return PolicyWeights(weights=placed, version=jax.device_put(jnp.int32(version), jnp.int32(0).sharding))
+        self._mesh = mesh_of(placed)
+        here = jnp.int32(0).sharding if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        return PolicyWeights(weights=placed, version=jax.device_put(jnp.int32(version), here))
 
     def borrow(self, version: int, params: nnx.State[Any, Any]) -> PolicyWeights:
         """Like ``load``; parameters that need no conversion are used where they lie, and must not be donated."""
@@ -133,9 +146,14 @@ class SlotEngine:
         return PolicyWeights(weights=weights, version=jnp.int32(version))
 
     def empty_state(self) -> DecodeState:
-        """All slots idle; committed to a device, as everything that the programs return is."""
+        """All slots idle; committed to their devices, as everything that the programs return is.
+
+        Where loaded weights are sharded, slots lie over the mesh's "batch" axis and heads over that of "kv_heads", as
+        ``models.RULES`` say, wherever they divide by it.
+        """
         state = idle_state(self.shape, self.config, self.compute)
-        out: DecodeState = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
+        where = jax.tree.map(lambda x: x.sharding, state) if self._mesh is None else placement(state, self._mesh)
+        out: DecodeState = jax.device_put(state, where)
         return out
 
     def prefill(self, policy: PolicyWeights, prompts: Sequence[Sequence[int] | Int32[np.ndarray, " n"]]) -> Prefix:
