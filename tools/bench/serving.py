@@ -142,6 +142,7 @@ def main() -> int:
 
     model, config = build(args)
     prompts = np.random.default_rng(0).integers(0, args.vocab, (args.requests, args.prompt)).astype(np.int32)
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     run = make_plain(model, config)
     engine = InProcessEngine(
         model, config, numerics=RolloutNumerics(), sampling=SamplingConfig(), eos_ids=(), record_hidden=False
@@ -179,32 +180,38 @@ def main() -> int:
                 before = server_cpu()
                 wall, cpu = measure(lambda: client.generate(requests))
                 times["served"].append((wall, cpu + server_cpu() - before))
+                report(args, times, {"parameters": parameters, "tokens_a_run": total, "tokens_as_plain": same})
     finally:
         child.kill()
         child.wait()
-    report = {
+    return 0
+
+
+def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]], facts: dict[str, Any]) -> None:
+    """What has been measured so far, printed and written."""
+    total = facts["tokens_a_run"]
+    rate = {name: total / statistics.median(wall for wall, _ in values) for name, values in times.items()}
+    per_cpu = {name: total / statistics.median(cpu for _, cpu in values) for name, values in times.items()}
+    print(f"after {len(times['plain'])} of each, load {os.getloadavg()[0]:.1f}:")
+    for name in times:
+        share, cpu_share = rate[name] / rate["plain"], per_cpu[name] / per_cpu["plain"]
+        cpu = f"{per_cpu[name]:9.0f} a CPU second ({cpu_share:.2f})"
+        print(f"{name:>10}: {rate[name]:9.0f} tokens/s ({share:.2f}), {cpu}", flush=True)
+    if args.out is None:
+        return
+    found = {
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "options": {key: value for key, value in vars(args).items() if key not in ("out", "serve")},
-        "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
-        "tokens_a_run": total,
-        "tokens_as_plain": same,
+        **facts,
         "seconds": times,
+        "tokens_a_second": rate,
+        "tokens_a_cpu_second": per_cpu,
     }
-    rate = {name: total / statistics.median(wall for wall, _ in values) for name, values in times.items()}
-    per_cpu = {name: total / statistics.median(cpu for _, cpu in values) for name, values in times.items()}
-    report |= {"tokens_a_second": rate, "tokens_a_cpu_second": per_cpu}
-    for name in times:
-        share, cpu_share = rate[name] / rate["plain"], per_cpu[name] / per_cpu["plain"]
-        print(
-            f"{name:>10}: {rate[name]:9.0f} tokens/s ({share:.2f}), {per_cpu[name]:9.0f} a CPU second ({cpu_share:.2f})"
-        )
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
-    return 0
+    args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

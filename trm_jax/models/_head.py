@@ -26,7 +26,8 @@ def _logits(hidden: Array, head: Array | QuantizedArray, compute: ComputeConfig)
         precision=compute.precision,
         preferred_element_type=jnp.float32,
     )
-    return jax.lax.optimization_barrier(logits)
+    apart: Array = jax.lax.optimization_barrier(logits)
+    return apart
 
 
 def _at_temperature(logits: Array, temperature: Array) -> Array:

@@ -169,11 +169,8 @@ class _Run:
         if prefix.routes is not None:
             table = np.zeros((3, self._slots.config.slots), np.int32)  # of one size, whatever starts
             table[0] = len(requests)
-            table[:, : len(placed)] = [
-                admission.requests,
-                admission.prompts,
-                requests.lengths[admission.requests] - 1,
-            ]
+            starting: Any = np.array(admission.requests)
+            table[:, : len(placed)] = starting, admission.prompts, requests.lengths[starting] - 1
             self.record = self._engine._store_prompts(self.record, prefix.routes, *table)
 
     def decode(self) -> None:

@@ -37,6 +37,8 @@ def placement(state: DecodeState, mesh: Mesh) -> Any:
             axis if axis and not size % mesh.shape.get(axis, size + 1) else None
             for axis, size in zip(axes, x.shape, strict=True)
         ]
+        while fits and fits[-1] is None:  # as the programs' own results have it
+            fits.pop()
         return NamedSharding(mesh, PartitionSpec(*fits))
 
     return jax.tree_util.tree_map_with_path(one, state)

@@ -159,8 +159,8 @@ def decode(
         *(version[:, None], after.alive[:, None]),
     ]
     data = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
-    names = ("support", "hidden", "logsumexp", "top_tokens", "top_logps", "routes")
-    return after, Chunk(data=data, **{name: made.get(name) for name in names})
+    names = ("hidden", "logsumexp", "top_tokens", "top_logps", "routes")
+    return after, Chunk(data=data, support=made["support"], **{name: made.get(name) for name in names})
 
 
 def _empty_chunk(

@@ -74,8 +74,11 @@ def store(record: Record, chunk: Chunk, request: Int[Array, " C"], last: Int[Arr
     steps = columns.length[:, None] - 1 + jnp.arange(columns.tokens.shape[1])
     row = jnp.where(columns.valid == 1, request[:, None], record.tokens.shape[0])
 
-    def put(old: Array | None, new: Array | None, at: Array = steps) -> Array | None:
-        return None if old is None or new is None else old.at[row, at].set(new.astype(old.dtype), mode="drop")
+    def put(old: Array, new: Array, at: Array = steps) -> Array:
+        return old.at[row, at].set(new.astype(old.dtype), mode="drop")
+
+    def put_kept(old: Array | None, new: Array | None, at: Array = steps) -> Array | None:
+        return None if old is None or new is None else put(old, new, at)
 
     versions = jnp.broadcast_to(columns.versions[:, None], steps.shape)
     return dataclasses.replace(
@@ -83,11 +86,11 @@ def store(record: Record, chunk: Chunk, request: Int[Array, " C"], last: Int[Arr
         tokens=put(record.tokens, columns.tokens),
         logps=put(record.logps, columns.logps),
         versions=put(record.versions, versions),
-        support=put(record.support, chunk.support),
-        hidden=put(record.hidden, chunk.hidden),
-        top_tokens=put(record.top_tokens, chunk.top_tokens),
-        top_logps=put(record.top_logps, chunk.top_logps),
-        routes=put(record.routes, chunk.routes, last[:, None] + steps),
+        support=put_kept(record.support, chunk.support),
+        hidden=put_kept(record.hidden, chunk.hidden),
+        top_tokens=put_kept(record.top_tokens, chunk.top_tokens),
+        top_logps=put_kept(record.top_logps, chunk.top_logps),
+        routes=put_kept(record.routes, chunk.routes, last[:, None] + steps),
     )
 
 
