@@ -33,8 +33,8 @@ class StopStrings:
         """How many of the ids that came now belong to the response: up to the one that completes a string, else None.
 
         >>> from types import SimpleNamespace
-        >>> letters = SimpleNamespace(decode=lambda ids: "".join("ab\n"[i] for i in ids))
-        >>> watch = StopStrings(letters, ["a\n"])
+        >>> letters = SimpleNamespace(decode=lambda ids: "".join("ab."[i] for i in ids))
+        >>> watch = StopStrings(letters, ["a."])
         >>> watch.take([0, 1, 0]), watch.take([2, 0, 2])
         (None, 1)
         """

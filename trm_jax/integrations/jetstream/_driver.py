@@ -31,6 +31,7 @@ __all__ = ["RolloutDriver"]
 
 _DRIVER: Any = jetstream().orchestrator.Driver
 _MOST_FAILURES = 3
+_GATHER = 0.003  # seconds that a prefill waits for company: one of few prompts makes the next calls one of few slots
 
 
 class RolloutDriver(_DRIVER):  # type: ignore[misc]
@@ -160,13 +161,13 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             work = self._prefill_backlog.get()
             if work is None:
                 return
+            self._in_prefill = 1
             works, last = [work], False
             with contextlib.suppress(queue.Empty):
                 while len(works) < self._engine.slots.config.prefill_rows and not last:
-                    more = self._prefill_backlog.get_nowait()
+                    more = self._prefill_backlog.get(timeout=_GATHER)
                     last = more is None
                     works += [] if last else [more]
-            self._in_prefill = 1
             works = [work for work in works if not work.ended]
             if works:
                 try:
