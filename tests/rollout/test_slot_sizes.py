@@ -13,7 +13,7 @@ SIZES = EngineConfig(slots=16, prefill_rows=16, decode_chunk=4, max_prompt_lengt
 
 @pytest.fixture(scope="module")
 def engine(tools) -> SlotEngine:
-    return SlotEngine(tools.model(), SIZES, numerics=RolloutNumerics(), eos_ids=tools.eos)
+    return SlotEngine(tools.model(), SIZES, numerics=RolloutNumerics(), eos_ids=())
 
 
 def test_a_prompt_samples_the_same_in_every_size_and_two_of_each_are_compiled(tools, engine):
@@ -40,7 +40,7 @@ def test_a_prompt_samples_the_same_in_every_size_and_two_of_each_are_compiled(to
         np.testing.assert_array_equal(tokens, found[0][0])
         np.testing.assert_allclose(logps, found[0][1], atol=3e-5)  # as in test_engine
         assert version == 3
-    assert engine.compilations() == 2 + 3 + 1  # an insert a size of prefix, and one of few slots from few prompts
+    assert engine.compilations() == 2 + 2 + 1
 
 
 def test_a_call_makes_as_many_steps_as_it_is_asked_for(tools, engine):
@@ -52,15 +52,15 @@ def test_a_call_makes_as_many_steps_as_it_is_asked_for(tools, engine):
 
     _, whole = engine.generate(policy, state())
     whole = Columns.of(np.asarray(whole.data))
-    assert whole.valid[2].sum() > 2
+    assert whole.valid[2].tolist() == [1, 1, 1, 1]
     after, first = engine.generate(policy, state(), 2)
     _, second = engine.generate(policy, after, 2)
     first, second = (Columns.of(np.asarray(chunk.data)) for chunk in (first, second))
     assert first.valid[2].tolist() == [1, 1, 0, 0]
     assert (first.length[2], second.length[2]) == (1, 3)
-    count = int(whole.valid[2].sum())
     joined = np.concatenate([first.tokens[2, :2], second.tokens[2, :2]])
-    np.testing.assert_array_equal(joined[:count], whole.tokens[2, :count])
+    np.testing.assert_array_equal(joined, whole.tokens[2])
+    assert len(set(joined.tolist())) > 1
 
 
 @pytest.mark.parametrize(
