@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -61,6 +63,21 @@ def test_a_call_makes_as_many_steps_as_it_is_asked_for(tools, engine):
     joined = np.concatenate([first.tokens[2, :2], second.tokens[2, :2]])
     np.testing.assert_array_equal(joined, whole.tokens[2])
     assert len(set(joined.tolist())) > 1
+
+
+def test_what_broken_weights_left_in_a_slot_reaches_nobody_after_them(tools, engine):
+    """A weight of 0 does not remove a NaN: behind a short prompt, nothing of an earlier long one may stand."""
+    params = nnx.state(tools.model(), nnx.Param)
+    good = engine.load(1, params)
+    broken = engine.load(2, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params))
+    start = [(2, 0, 40, 6, SamplingConfig())]
+    prefix = engine.prefill(good, [[1, 2, 4]])
+    _, expected = engine.generate(good, engine.insert(prefix, engine.empty_state(), start))
+    state = engine.insert(engine.prefill(broken, [[1] * 24]), engine.empty_state(), start)
+    state, chunk = engine.generate(broken, state)
+    assert np.isnan(Columns.of(np.asarray(chunk.data)).logps[2]).all()
+    _, found = engine.generate(good, engine.insert(prefix, state, start))
+    np.testing.assert_array_equal(np.asarray(found.data)[2], np.asarray(expected.data)[2])
 
 
 @pytest.mark.parametrize(
