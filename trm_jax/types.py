@@ -64,6 +64,8 @@ class RolloutBatch:
       routed_experts: ``[B, S, M, k]`` int16, the experts that ran, in each of the ``M`` blocks that have some; or None
         when not requested. ``S = P + T`` positions of a training row, prompt and response without a gap; -1 where none
         is recorded (the last sampled token, which was never run, and padding).
+      top_tokens: ``[B, T, K]`` int32, the model's ``K`` most likely tokens, or None when not requested.
+      top_logps: ``[B, T, K]`` float32, their log-probs under the model at temperature 1 over the whole vocabulary.
       temperature: the sampling temperature that ``rollout_logps`` contain (static).
       top_p: the nucleus mass that ``rollout_logps`` contain (static).
       processed_logps: False when ``rollout_logps`` are the model's at temperature 1 over the whole vocabulary, as some
@@ -82,6 +84,8 @@ class RolloutBatch:
     hidden: Float[Array, "B T D"] | None = None
     support: UInt8[Array, "B T V8"] | None = None
     routed_experts: Int[Array, "B S M k"] | None = None
+    top_tokens: Int[Array, "B T K"] | None = None
+    top_logps: Float[Array, "B T K"] | None = None
     temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
     top_p: float = dataclasses.field(default=1.0, metadata={"static": True})
     processed_logps: bool = dataclasses.field(default=True, metadata={"static": True})

@@ -10,6 +10,7 @@ import pytest
 from trm_jax.models import (
     ComputeConfig,
     dequantize,
+    head_distributions,
     head_log_probs,
     head_token_logps,
     quantize,
@@ -43,6 +44,30 @@ def test_log_probs_are_those_of_float64(states, compute, temperature):
     np.testing.assert_allclose(logps, expected[np.arange(6), tokens], atol=1e-5 / temperature)
     np.testing.assert_allclose(entropy, -(np.exp(expected) * expected).sum(-1), atol=1e-5 / temperature)
     assert found.dtype == logps.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("compute", [PLAIN, TILED])
+def test_a_temperature_a_row_and_the_log_sum_exp(states, compute):
+    hidden, head, _ = states
+    temperature = np.array([1.0, 0.25, 3.0, 1.0, 0.7, 1.0], np.float32)
+    logits = hidden.astype(np.float64) @ head.T.astype(np.float64)
+    scaled, model, lse = jax.jit(lambda t: head_distributions(hidden, head, temperature=t, compute=compute))(
+        temperature
+    )
+    np.testing.assert_allclose(scaled, log_softmax64(logits / temperature[:, None]), atol=4e-5)  # as above, at 1/4
+    np.testing.assert_allclose(model, log_softmax64(logits), atol=1e-5)
+    top = logits.max(-1, keepdims=True)
+    np.testing.assert_allclose(lse, top[:, 0] + np.log(np.exp(logits - top).sum(-1)), rtol=1e-6)
+    assert scaled.dtype == model.dtype == lse.dtype == jnp.float32
+    for row, value in enumerate(temperature):  # a row's temperature is that row's alone, and to the bit
+        one = jax.jit(lambda v: head_log_probs(hidden, head, temperature=v, compute=compute))(float(value))
+        np.testing.assert_array_equal(scaled[row], one[row])
+    np.testing.assert_array_equal(
+        jax.jit(lambda t: head_log_probs(hidden, head, temperature=t, compute=compute))(temperature), scaled
+    )
+    ones, alone, _ = jax.jit(lambda t: head_distributions(hidden, head, temperature=t, compute=compute))(jnp.ones(6))
+    np.testing.assert_array_equal(ones, alone)
+    np.testing.assert_array_equal(alone, model)
 
 
 def test_temperature_by_hand():

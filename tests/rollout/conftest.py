@@ -53,6 +53,8 @@ def make_engine(
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen
     n_experts: int = 0,
     record_routes: bool = False,
+    record_top_logps: int = 0,
+    tokenizer: Any = None,
     **sizes: Any,
 ) -> InProcessEngine:
     """An engine with version 1 of the weights, built once. Its constructor wraps its functions with ``jax.jit``."""
@@ -64,7 +66,14 @@ def make_engine(
     )
     with mock.patch.object(jax, "jit", jax.jit if numerics.batch_invariant else quick_jit):
         engine = InProcessEngine(
-            model, config, numerics=numerics, sampling=sampling, eos_ids=EOS, record_routes=record_routes
+            model,
+            config,
+            numerics=numerics,
+            sampling=sampling,
+            eos_ids=EOS,
+            record_routes=record_routes,
+            record_top_logps=record_top_logps,
+            tokenizer=tokenizer,
         )
     engine.update_weights(1, nnx.state(model, nnx.Param))
     return engine

@@ -80,6 +80,12 @@ def test_router_noise_on_a_dense_model_is_refused(tools):
         (lambda: SamplingConfig(temperature=float("nan")), "temperature=nan"),
         (lambda: SamplingConfig(top_p=0.0), r"top_p=0\.0"),
         (lambda: SamplingConfig(top_p=1.1), r"top_p=1\.1"),
+        (lambda: SamplingConfig(top_k=-1), "top_k=-1"),
+        (lambda: SamplingConfig(min_p=1.0), r"min_p=1\.0"),
+        (
+            lambda: RolloutNumerics(kv_cache_dtype="int4"),
+            "kv_cache_dtype='int4': choose one of float32, bfloat16, int8",
+        ),
         (lambda: RolloutNumerics(weight_format="int3"), "weight_format='int3': choose one of float32, bfloat16, int8"),
         (lambda: RolloutNumerics(group_size=0), "group_size=0"),
         (lambda: RolloutNumerics(quantize_head=True), "quantize_head=true needs a quantised weight_format"),

@@ -11,13 +11,21 @@ import pytest
 from scipy import stats
 
 from trm_jax.models import ComputeConfig
-from trm_jax.rollout import SamplingConfig, nucleus, pack_support, sample
+from trm_jax.rollout import RowSampling, SamplingConfig, pack_support, row_support, sample_rows
 
 P = np.array([0.5, 0.3, 0.2])
 
 
 def row(p) -> jax.Array:
     return jnp.log(jnp.asarray(p, jnp.float32))[None]
+
+
+def nucleus(logps, top_p):
+    return row_support(logps, RowSampling.of(SamplingConfig(top_p=top_p), len(logps)))
+
+
+def kept_of(support, size) -> np.ndarray:
+    return np.unpackbits(np.asarray(support), axis=1, count=size, bitorder="little")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +64,11 @@ def test_support_bits_by_hand():
 def draw(p, sampling, seeds, step=0):
     n = len(seeds)
     logps = jnp.broadcast_to(row(p), (n, len(p)))
-    return jax.jit(lambda s: sample(logps, s, jnp.full((n,), step), sampling))(jnp.asarray(seeds, jnp.uint32))
+    rows = RowSampling.of(sampling, n)
+    token, logp, support = jax.jit(lambda s: sample_rows(logps, s, jnp.full((n,), step), rows))(
+        jnp.asarray(seeds, jnp.uint32)
+    )
+    return token, logp, kept_of(support, len(p))
 
 
 @pytest.mark.parametrize("step", [0, 5])
@@ -66,7 +78,7 @@ def test_frequencies_over_seeds_are_the_probabilities(step):
     counts = np.bincount(np.asarray(token), minlength=5)
     assert stats.chisquare(counts, 4000 * p).pvalue > 1e-3  # the seeds are fixed
     np.testing.assert_allclose(logp, np.log(p)[np.asarray(token)], rtol=1e-6)
-    assert kept is None
+    assert kept.all()
 
 
 def test_a_nucleus_is_renormalised_and_nothing_else_is_drawn():
@@ -75,7 +87,7 @@ def test_a_nucleus_is_renormalised_and_nothing_else_is_drawn():
     assert counts[2] == 0
     assert stats.chisquare(counts[:2], [2500.0, 1500.0]).pvalue > 1e-3  # .5 / .8 and .3 / .8 of 4,000
     np.testing.assert_allclose(np.exp(logp), np.array([0.625, 0.375])[np.asarray(token)], rtol=1e-6)
-    assert np.asarray(kept).astype(int).tolist() == [[1, 1, 0]] * 4000
+    assert kept.tolist() == [[1, 1, 0]] * 4000
 
 
 def test_steps_of_one_seed_are_independent():
@@ -91,7 +103,8 @@ def test_a_row_draws_the_same_wherever_it_stands():
     seeds, steps = jnp.arange(7, dtype=jnp.uint32), jnp.arange(7)
     order = np.array([3, 6, 0, 1, 5, 4, 2])
     for compute in (ComputeConfig(), ComputeConfig(batch_invariant=True, row_tile=2)):
-        run = jax.jit(functools.partial(sample, sampling=SamplingConfig(top_p=0.9), compute=compute))
+        rows = RowSampling.of(SamplingConfig(top_p=0.9), 7)
+        run = jax.jit(functools.partial(sample_rows, rows=rows, compute=compute))
         token, logp, kept = run(logps, seeds, steps)
         turned = run(logps[order], seeds[order], steps[order])
         for x, y in zip((token, logp, kept), turned, strict=True):
@@ -102,7 +115,7 @@ def test_greedy_ignores_seed_and_nucleus():
     token, logp, kept = draw([0.2, 0.5, 0.3], SamplingConfig(greedy=True, top_p=0.1, temperature=9.0), np.arange(20))
     assert np.asarray(token).tolist() == [1] * 20
     assert np.asarray(logp).tolist() == [0.0] * 20
-    assert kept is None
+    assert kept.all()
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,24 @@ GOOD = {"prompt": [0, 8], "seeds": [0], "max_tokens": 4}
         ({"seeds": [2**32]}, "seed 4294967296"),
         ({"stream_every": -1}, "stream_every=-1"),
         ({"hidden": True}, "hidden states"),
+        ({"top_logps": 4}, "top_logps=4: this server records 0 to 3"),
+        ({"top_logps": -1}, "top_logps=-1"),
+        ({"routes": True}, "experts were asked for"),
+        ({"sampling": SamplingOptions(stop=("a",))}, "no tokenizer"),
     ],
 )
 def test_a_request_beyond_the_limits_is_refused_and_says_why(change, words):
-    limits = Limits(prompt=2, response=4, vocab_size=9, samples=2, hidden=False)
-    limits.check(SampleRequest(**GOOD))
+    limits = Limits(prompt=2, response=4, vocab_size=9, samples=2, hidden=False, top_logps=3)
+    limits.check(SampleRequest(**GOOD, top_logps=3))
     with pytest.raises(ValueError, match=words):
         limits.check(SampleRequest(**GOOD | change))
+
+
+def test_a_request_has_so_many_stop_strings_and_no_more():
+    limits = Limits(prompt=2, response=4, vocab_size=9, samples=2, hidden=False, stop=True)
+    limits.check(SampleRequest(**GOOD, sampling=SamplingOptions(stop=("a",) * 16)))
+    with pytest.raises(ValueError, match="17 stop strings"):
+        limits.check(SampleRequest(**GOOD, sampling=SamplingOptions(stop=("a",) * 17)))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ def completion(hidden_dtype=np.float32) -> Completion:
         support_offsets=np.array([0, 2, 3, 4], np.int32),
         hidden=rng.standard_normal((3, 4), np.float32).astype(hidden_dtype),
         logsumexp=rng.standard_normal(3, np.float32),
+        top_tokens=np.array([[5, 1], [0, 2], [7, 3]], np.int32),
+        top_logps=rng.standard_normal((3, 2)).astype(np.float32),
+        routed_experts=rng.integers(-1, 300, (6, 2, 2)).astype(np.int16),
     )
 
 
@@ -48,12 +51,19 @@ def test_a_completion_arrives_to_the_bit(dtype):
 
 
 def test_what_was_not_recorded_arrives_as_none():
-    bare = dataclasses.replace(completion(), support_tokens=None, support_offsets=None, hidden=None, logsumexp=None)
-    back = wire.completion_of(sent(bare))
-    assert back.support_tokens is back.support_offsets is back.hidden is back.logsumexp is None
+    optional = [field.name for field in dataclasses.fields(Completion) if field.default is None]
+    assert len(optional) == 7
+    back = wire.completion_of(sent(dataclasses.replace(completion(), **dict.fromkeys(optional))))
+    assert [getattr(back, name) for name in optional] == [None] * 7
 
 
-@pytest.mark.parametrize("name", ["logps", "model_logps", "versions", "support_offsets", "support_tokens", "logsumexp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("logps", "model_logps", "versions", "support_offsets", "support_tokens", "logsumexp"),
+        *("top_tokens", "top_logps", "routed_experts"),
+    ],
+)
 def test_a_response_that_is_not_whole_is_not_used(name):
     sample = sent(completion())
     setattr(sample.record, name, getattr(sample.record, name)[:-3])
@@ -66,8 +76,10 @@ def test_a_request_arrives_as_it_was_sent_and_zero_takes_the_servers_default():
         prompt=[1, 2],
         seeds=[0, 2**32 - 1],
         max_tokens=3,
-        sampling=SamplingOptions(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1),
+        sampling=SamplingOptions(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("a\n", "é")),
         hidden=True,
+        top_logps=4,
+        routes=True,
         stream_every=4,
         version=0,
     )

@@ -1,12 +1,13 @@
-"""Tokens a second of one model sampled by a plain jitted loop, by the slots in process, and by the server.
+"""Tokens a second of one model sampled by a plain jitted loop, by the engine in process, and by the server.
 
     python tools/bench/serving.py --out serving.json
 
 All in one run, taking turns, on the same prompts: ``--requests`` prompts of ``--prompt`` tokens, each answered with
 exactly ``--response`` tokens (there is no end token), ``--slots`` at a time. "plain" is prefill and one ``while_loop``
-that samples and keeps tokens and log-probs, nothing else. "in process" is ``SlotEngine`` in a loop that waits for
-every chunk. "served" is the server in a process of its own and a client in this one with ``--concurrency`` calls in
-flight, whole completions. Compilation is not counted. CPU seconds of both processes stand beside wall seconds.
+that samples and keeps tokens and log-probs, nothing else. "in process" is ``InProcessEngine.generate``. "served" is the
+server in a process of its own and a client in this one with ``--concurrency`` calls in flight, whole completions.
+Compilation is not counted. CPU seconds of both processes stand beside wall seconds: where client and server share the
+cores with the model, the client's work is in the wall's.
 """
 
 from __future__ import annotations
@@ -29,22 +30,21 @@ import numpy as np
 from flax import nnx
 
 from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, head_log_probs, init_cache
-from trm_jax.rollout import EngineConfig, RolloutNumerics
-from trm_jax.serve import Access, Connection, RolloutClient, SampleRequest, SamplingOptions, SlotEngine
-
-VOCAB = 256
+from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig, SlotEngine
+from trm_jax.serve import Access, Connection, RolloutClient, SampleRequest
+from trm_jax.types import PromptBatch
 
 
 def build(args: argparse.Namespace) -> tuple[Transformer, EngineConfig]:
     """The same model in both processes."""
     shape = TransformerConfig(
-        vocab_size=VOCAB,
+        vocab_size=args.vocab,
         d_model=args.d_model,
         n_layers=args.layers,
-        n_heads=4,
+        n_heads=8,
         n_kv_heads=4,
-        head_dim=args.d_model // 4,
-        d_ff=4 * args.d_model,
+        head_dim=args.d_model // 8,
+        d_ff=3 * args.d_model,
     )
     config = EngineConfig(
         slots=args.slots,
@@ -94,27 +94,18 @@ def plain(run: Callable[..., Any], prompts: np.ndarray, slots: int) -> np.ndarra
     return np.concatenate([run(prompts[i : i + slots], seeds[i : i + slots])[0] for i in range(0, len(prompts), slots)])
 
 
-def in_process(engine: SlotEngine, policy: Any, prompts: np.ndarray) -> int:
-    """All requests through the slots, refilled whenever some are free; the number of tokens."""
-    config, total = engine.config, 0
-    state, waiting = engine.empty_state(), list(range(len(prompts)))[::-1]
-    free, busy = list(range(config.slots)), set[int]()
-    options = SamplingOptions()
-    while waiting or busy:
-        taken = [(free.pop(), waiting.pop()) for _ in range(min(len(free), len(waiting)))]
-        for i in range(0, len(taken), config.prefill_rows):
-            group = taken[i : i + config.prefill_rows]
-            prefix = engine.prefill(policy, [prompts[request] for _, request in group])
-            starts = [(slot, row, r, config.max_response_length, options) for row, (slot, r) in enumerate(group)]
-            state = engine.insert(prefix, state, starts)
-        busy.update(slot for slot, _ in taken)
-        state, chunk = engine.generate(policy, state)
-        data, k = np.asarray(chunk.data), config.decode_chunk
-        total += int(data[:, k : 2 * k].sum())
-        done = [slot for slot in busy if not data[slot, -1]]
-        busy.difference_update(done)
-        free += done
-    return total
+def in_process(engine: InProcessEngine, prompts: np.ndarray) -> np.ndarray:
+    """All requests through the engine; the tokens."""
+    count = len(prompts)
+    batch = PromptBatch(
+        tokens=jnp.asarray(prompts),
+        mask=jnp.ones(prompts.shape, bool),
+        group_ids=jnp.arange(count, dtype=jnp.int32),
+        seeds=jnp.arange(count, dtype=jnp.uint32),
+    )
+    rollout = engine.generate(batch)
+    jax.block_until_ready(rollout.rollout_logps)
+    return np.asarray(rollout.response_tokens)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -123,7 +114,7 @@ def serve(args: argparse.Namespace) -> None:
 
     model, config = build(args)
     engine = SlotEngine(model, config, numerics=RolloutNumerics(), eos_ids=(), record_hidden=False)
-    with RolloutServer(engine, model, sampling=SamplingOptions(), access=Access(), options=ServerOptions()) as server:
+    with RolloutServer(engine, model, sampling=SamplingConfig(), access=Access(), options=ServerOptions()) as server:
         print(server.target, flush=True)
         for _ in sys.stdin:
             print(time.process_time(), flush=True)
@@ -138,9 +129,9 @@ def measure(fn: Callable[[], Any]) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("slots", 64), ("requests", 256), ("prompt", 16), ("response", 96), ("chunk", 16)):
+    for name, default in (("slots", 64), ("requests", 192), ("prompt", 16), ("response", 64), ("chunk", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in (("d-model", 64), ("layers", 2), ("concurrency", 64), ("repeats", 5)):
+    for name, default in (("d-model", 512), ("layers", 8), ("vocab", 8192), ("concurrency", 64), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -150,10 +141,13 @@ def main() -> int:
         return 0
 
     model, config = build(args)
-    prompts = np.random.default_rng(0).integers(0, VOCAB, (args.requests, args.prompt)).astype(np.int32)
+    prompts = np.random.default_rng(0).integers(0, args.vocab, (args.requests, args.prompt)).astype(np.int32)
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     run = make_plain(model, config)
-    engine = SlotEngine(model, config, numerics=RolloutNumerics(), eos_ids=(), record_hidden=False)
-    policy = engine.load(0, nnx.state(model, nnx.Param))
+    engine = InProcessEngine(
+        model, config, numerics=RolloutNumerics(), sampling=SamplingConfig(), eos_ids=(), record_hidden=False
+    )
+    engine.update_weights(0, nnx.state(model, nnx.Param))
     requests = [
         SampleRequest(prompt=row.tolist(), seeds=[seed], max_tokens=args.response) for seed, row in enumerate(prompts)
     ]
@@ -175,41 +169,49 @@ def main() -> int:
         with RolloutClient(Connection(target=target, concurrency=args.concurrency)) as client:
             answers = client.generate(requests)  # compiles, as do the next two
             tokens = plain(run, prompts, args.slots)
-            total = in_process(engine, policy, prompts)
-            assert total == tokens.size == sum(done.tokens.size for (done,) in answers)
-            same = float(np.mean(np.stack([done.tokens for (done,) in answers]) == tokens))
+            ours = in_process(engine, prompts)
+            theirs = np.stack([done.tokens for (done,) in answers])
+            total = tokens.size
+            same = {"in_process": float(np.mean(ours == tokens)), "served": float(np.mean(theirs == tokens))}
             times: dict[str, list[tuple[float, float]]] = {"plain": [], "in_process": [], "served": []}
             for _ in range(args.repeats):
                 times["plain"].append(measure(lambda: plain(run, prompts, args.slots)))
-                times["in_process"].append(measure(lambda: in_process(engine, policy, prompts)))
+                times["in_process"].append(measure(lambda: in_process(engine, prompts)))
                 before = server_cpu()
                 wall, cpu = measure(lambda: client.generate(requests))
                 times["served"].append((wall, cpu + server_cpu() - before))
+                report(args, times, {"parameters": parameters, "tokens_a_run": total, "tokens_as_plain": same})
     finally:
         child.kill()
         child.wait()
-    report = {
+    return 0
+
+
+def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]], facts: dict[str, Any]) -> None:
+    """What has been measured so far, printed and written."""
+    total = facts["tokens_a_run"]
+    rate = {name: total / statistics.median(wall for wall, _ in values) for name, values in times.items()}
+    per_cpu = {name: total / statistics.median(cpu for _, cpu in values) for name, values in times.items()}
+    print(f"after {len(times['plain'])} of each, load {os.getloadavg()[0]:.1f}:")
+    for name in times:
+        share, cpu_share = rate[name] / rate["plain"], per_cpu[name] / per_cpu["plain"]
+        cpu = f"{per_cpu[name]:9.0f} a CPU second ({cpu_share:.2f})"
+        print(f"{name:>10}: {rate[name]:9.0f} tokens/s ({share:.2f}), {cpu}", flush=True)
+    if args.out is None:
+        return
+    found = {
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "options": {key: value for key, value in vars(args).items() if key not in ("out", "serve")},
-        "tokens_a_run": total,
-        "tokens_as_plain": same,
+        **facts,
         "seconds": times,
+        "tokens_a_second": rate,
+        "tokens_a_cpu_second": per_cpu,
     }
-    rate = {name: total / statistics.median(wall for wall, _ in values) for name, values in times.items()}
-    per_cpu = {name: total / statistics.median(cpu for _, cpu in values) for name, values in times.items()}
-    report |= {"tokens_a_second": rate, "tokens_a_cpu_second": per_cpu}
-    for name in times:
-        share, cpu_share = rate[name] / rate["plain"], per_cpu[name] / per_cpu["plain"]
-        print(
-            f"{name:>10}: {rate[name]:9.0f} tokens/s ({share:.2f}), {per_cpu[name]:9.0f} a CPU second ({cpu_share:.2f})"
-        )
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
-    return 0
+    args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

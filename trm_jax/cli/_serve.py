@@ -57,10 +57,10 @@ class Serve:
     def run(self) -> int:
         try:
             from trm_jax.integrations.jetstream import RolloutServer, ServerOptions
-            from trm_jax.serve import Access, SamplingOptions, SlotEngine
+            from trm_jax.serve import Access
         except ModuleNotFoundError as error:
             raise ImportError(f"serving needs {error.name!r}: pip install 'trm-jax[jetstream]'") from error
-        from trm_jax.rollout import EngineConfig
+        from trm_jax.rollout import EngineConfig, SamplingConfig, SlotEngine
         from trm_jax.train import load_config, open_experiment
 
         access = Access(
@@ -100,9 +100,10 @@ class Serve:
                     numerics=rollout.numerics,
                     eos_ids=experiment.tokenizer.eos_ids,
                     record_hidden=rollout.record_hidden,
+                    record_routes=config.model.replay_routes,
                 ),
                 experiment.model,
-                sampling=SamplingOptions(temperature=rollout.temperature, top_p=rollout.top_p),
+                sampling=SamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p),
                 access=access,
                 options=options,
                 tokenizer=experiment.tokenizer,

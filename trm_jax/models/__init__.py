@@ -5,12 +5,14 @@ from trm_jax.models._block import RematPolicy as RematPolicy
 from trm_jax.models._cache import KVCache as KVCache
 from trm_jax.models._cache import TransformerOutput as TransformerOutput
 from trm_jax.models._cache import init_cache as init_cache
+from trm_jax.models._compute import CacheDtype as CacheDtype
 from trm_jax.models._compute import ComputeConfig as ComputeConfig
 from trm_jax.models._compute import ExpertImplementation as ExpertImplementation
 from trm_jax.models._config import LatentConfig as LatentConfig
 from trm_jax.models._config import TransformerConfig as TransformerConfig
 from trm_jax.models._config import YarnConfig as YarnConfig
 from trm_jax.models._export import export_pretrained as export_pretrained
+from trm_jax.models._head import head_distributions as head_distributions
 from trm_jax.models._head import head_log_probs as head_log_probs
 from trm_jax.models._head import head_token_logps as head_token_logps
 from trm_jax.models._head import restrict_log_probs as restrict_log_probs

@@ -131,10 +131,8 @@ def _block(
 
     q, k, v = map(by_row, rowwise(project, compute, (stream, positions.reshape(-1)), (block,)))
     if kv is not None:
-        row = jnp.arange(batch)[:, None]
-        k = kv.key.at[row, positions].set(k, mode="drop")
-        v = kv.value.at[row, positions].set(v, mode="drop")
-        kv = KVCache(k, v)
+        kv = kv.put(k, v, positions)
+        k, v = kv.read(compute.jnp_dtype)
     keys = jnp.concatenate([v, k], axis=-1) if absorbed else k
     mixed = attend(q, keys, v, context.allowed, compute, scale=score_scale(config))
     jitter = None

@@ -22,10 +22,43 @@ class KVCache:
     Attributes:
       key: ``[L, B, S, K, h]`` rotated keys; with latent attention ``[L, B, S, 1, rope_dim]``, the rotated shared part.
       value: ``[L, B, S, K, h]``; with latent attention ``[L, B, S, 1, kv_rank]``, the latents.
+      key_scale: ``[L, B, S, K]`` float32 when keys are int8: ``key · key_scale`` is meant; else None.
+      value_scale: likewise.
     """
 
     key: Array
     value: Array
+    key_scale: Array | None = None
+    value_scale: Array | None = None
+
+    def put(self, key: Array, value: Array, position: Array) -> KVCache:
+        """One layer's cache with keys and values ``[B, Q, K, h]`` of positions ``[B, Q]``; those past its end are lost.
+
+        Int8 values are rounded to the nearest of ``scale · {-127 .. 127}`` with ``scale = max|x| / 127`` over a
+        position's head.
+        """
+        at = (jnp.arange(position.shape[0])[:, None], position)
+
+        def written(old: Array, new: Array) -> Array:
+            return old.at[at].set(new.astype(old.dtype), mode="drop")
+
+        if self.key_scale is None or self.value_scale is None:
+            return KVCache(written(self.key, key), written(self.value, value))
+        (key, key_scale), (value, value_scale) = _to_int8(key), _to_int8(value)
+        return KVCache(
+            written(self.key, key),
+            written(self.value, value),
+            written(self.key_scale, key_scale),
+            written(self.value_scale, value_scale),
+        )
+
+    def read(self, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """Keys and values as arrays of ``dtype``."""
+        if self.key_scale is None or self.value_scale is None:
+            return self.key.astype(dtype), self.value.astype(dtype)
+        pairs = ((self.key, self.key_scale), (self.value, self.value_scale))
+        key, value = ((x.astype(jnp.float32) * scale[..., None]).astype(dtype) for x, scale in pairs)
+        return key, value
 
 
 @jax.tree_util.register_dataclass
@@ -49,8 +82,15 @@ class TransformerOutput:
     layer_states: Array | None = None
 
 
+def _to_int8(x: Array) -> tuple[Array, Array]:
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    scale = jnp.where(largest == 0, 1.0, largest / 127.0)  # a NaN stays in the scale: int8 has none
+    return jnp.clip(jnp.round(x / scale[..., None]), -127, 127).astype(jnp.int8), scale
+
+
 def init_cache(config: TransformerConfig, batch: int, length: int, compute: ComputeConfig) -> KVCache:
-    """An empty cache for ``batch`` rows of at most ``length`` positions, in the compute dtype.
+    """An empty cache for ``batch`` rows of at most ``length`` positions, of the compute's ``kv_cache_dtype``.
 
     >>> init_cache(TransformerConfig(vocab_size=16), batch=2, length=8, compute=ComputeConfig()).key.shape
     (2, 2, 8, 4, 24)
@@ -59,4 +99,9 @@ def init_cache(config: TransformerConfig, batch: int, length: int, compute: Comp
     if config.latent is not None:
         heads, key, value = 1, config.latent.rope_dim, config.latent.kv_rank
     shape = (config.n_layers, batch, length, heads)
-    return KVCache(jnp.zeros((*shape, key), compute.jnp_dtype), jnp.zeros((*shape, value), compute.jnp_dtype))
+    dtype = jnp.dtype(compute.kv_cache_dtype or compute.dtype)
+
+    def scale() -> Array | None:
+        return jnp.zeros(shape, jnp.float32) if dtype == jnp.int8 else None
+
+    return KVCache(jnp.zeros((*shape, key), dtype), jnp.zeros((*shape, value), dtype), scale(), scale())

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-__all__ = ["ComputeConfig", "ExpertImplementation"]
+__all__ = ["CacheDtype", "ComputeConfig", "ExpertImplementation"]
 
+CacheDtype = Literal["float32", "bfloat16", "int8"]
 ExpertImplementation = Literal["dense", "blocked", "ragged_dot", "megablox"]
 
 
@@ -28,6 +29,8 @@ class ComputeConfig:
         "blocked" is a loop of plain matmuls that works everywhere, "ragged_dot" is JAX's own (on CPU and GPU its cost
         is that of "dense"), "megablox" the TPU kernel. None takes "dense" for ``batch_invariant``, else "megablox" for
         bfloat16 on a TPU, else "blocked".
+      kv_cache_dtype: what keys and values of earlier positions are kept as; "int8" with a scale a token and head. A
+        position attends to itself in this form too. None keeps ``dtype``.
       routing_jitter: standard deviation of Gaussian noise on the router's logits, in logit units (MoE only); stands
         for the non-deterministic kernels that flip experts in a serving engine.
 
@@ -43,6 +46,7 @@ class ComputeConfig:
     row_tile: int = 64
     query_tile: int = 8
     experts: ExpertImplementation | None = None
+    kv_cache_dtype: CacheDtype | None = None
     routing_jitter: float = 0.0
 
     def __post_init__(self) -> None:
@@ -56,6 +60,10 @@ class ComputeConfig:
             raise ValueError(
                 f"experts={self.experts!r} groups tokens by expert, so their bits depend on the batch; "
                 "batch_invariant=True takes experts='dense' (or None)."
+            )
+        if self.kv_cache_dtype not in (None, *get_args(CacheDtype)):
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: choose one of {', '.join(get_args(CacheDtype))}."
             )
         if not self.routing_jitter >= 0:
             raise ValueError(f"routing_jitter={self.routing_jitter}: must be 0 or more.")

@@ -10,10 +10,11 @@ from trm_jax.models._compute import ComputeConfig
 from trm_jax.models._quantize import QuantizedArray, dequantize
 from trm_jax.models._rowwise import rowwise
 
-__all__ = ["head_log_probs", "head_token_logps", "restrict_log_probs"]
+__all__ = ["head_distributions", "head_log_probs", "head_token_logps", "restrict_log_probs"]
 
 
-def _log_probs(hidden: Array, head: Array | QuantizedArray, compute: ComputeConfig, temperature: float) -> Array:
+def _logits(hidden: Array, head: Array | QuantizedArray, compute: ComputeConfig) -> Array:
+    """``[N, V]`` float32. What follows is compiled apart from it, so that every caller's softmax has the same bits."""
     if isinstance(head, QuantizedArray):  # stored [D, V], input axis first, as every quantised weight
         weight = dequantize(head, compute.jnp_dtype).T
     else:
@@ -25,7 +26,22 @@ def _log_probs(hidden: Array, head: Array | QuantizedArray, compute: ComputeConf
         precision=compute.precision,
         preferred_element_type=jnp.float32,
     )
-    return jax.nn.log_softmax(logits / temperature, axis=-1)
+    apart: Array = jax.lax.optimization_barrier(logits)
+    return apart
+
+
+def _at_temperature(logits: Array, temperature: Array) -> Array:
+    return jax.nn.log_softmax(logits / _filled(temperature)[:, None], axis=-1)
+
+
+def _filled(temperature: Array) -> Array:
+    """1 for the rows that pad a tile: a division by their 0 would reach the gradient of the head as NaN."""
+    return jnp.where(temperature > 0, temperature, 1.0)
+
+
+def _rows_of(temperature: float | Array, hidden: Array) -> Array:
+    """A temperature a row: as an operand, so that a division has the same bits wherever the temperature comes from."""
+    return jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), hidden.shape[:1])
 
 
 def _restrict(logps: Array, kept: Array) -> Array:
@@ -34,14 +50,18 @@ def _restrict(logps: Array, kept: Array) -> Array:
 
 
 def head_log_probs(
-    hidden: Float[Array, "N D"], head: Array | QuantizedArray, *, temperature: float, compute: ComputeConfig
+    hidden: Float[Array, "N D"],
+    head: Array | QuantizedArray,
+    *,
+    temperature: float | Float[Array, " N"],
+    compute: ComputeConfig,
 ) -> Float[Array, "N V"]:
     """Log-probs of the whole vocabulary for a few positions: what a sampler needs.
 
     Args:
       hidden: final hidden states.
       head: ``[V, D]``, or quantised as ``[D, V]``.
-      temperature: logits are divided by it; above 0.
+      temperature: logits are divided by it, one for all rows or one a row; above 0.
       compute: the arithmetic.
 
     Returns:
@@ -52,10 +72,48 @@ def head_log_probs(
     ['0.9820', '0.0180']
     """
 
-    def fn(h: Array, w: Array | QuantizedArray) -> Array:
-        return _log_probs(h, w, compute, temperature)
+    def fn(h: Array, t: Array, w: Array | QuantizedArray) -> Array:
+        return _at_temperature(_logits(h, w, compute), t)
 
-    out: Array = rowwise(fn, compute, (hidden,), (head,))
+    out: Array = rowwise(fn, compute, (hidden, _rows_of(temperature, hidden)), (head,))
+    return out
+
+
+def head_distributions(
+    hidden: Float[Array, "N D"],
+    head: Array | QuantizedArray,
+    *,
+    temperature: Float[Array, " N"],
+    compute: ComputeConfig,
+) -> tuple[Float[Array, "N V"], Float[Array, "N V"], Float[Array, " N"]]:
+    """What an engine that records both needs of one product with the head.
+
+    Args:
+      hidden: final hidden states.
+      head: ``[V, D]``, or quantised as ``[D, V]``.
+      temperature: one a row; above 0.
+      compute: the arithmetic.
+
+    Returns:
+      Log-probs at each row's temperature and at temperature 1, each bitwise those of ``head_log_probs``, and
+      ``log Σ exp(logits)`` at temperature 1; float32. Where every temperature is 1, there is one softmax, not two.
+
+    >>> scaled, model, lse = head_distributions(
+    ...     jnp.array([[2.0, 0.0]]), jnp.eye(2), temperature=jnp.array([0.5]), compute=ComputeConfig()
+    ... )
+    >>> print([f"{x:.4f}" for x in (jnp.exp(scaled[0, 0]), jnp.exp(model[0, 0]), lse[0])])
+    ['0.9820', '0.8808', '2.1269']
+    """
+
+    def fn(h: Array, t: Array, w: Array | QuantizedArray) -> tuple[Array, Array, Array]:
+        logits = _logits(h, w, compute)
+        model = jax.lax.optimization_barrier(_at_temperature(logits, jnp.ones_like(t)))
+        # The largest log-prob is 0 - log Σ exp(logit - top): this difference is top + log Σ exp(logit - top).
+        lse = jnp.max(logits, axis=-1) - jnp.max(model, axis=-1)
+        scaled = jax.lax.cond(jnp.all(_filled(t) == 1), lambda: model, lambda: _at_temperature(logits, t))
+        return scaled, model, lse
+
+    out: tuple[Array, Array, Array] = rowwise(fn, compute, (hidden, _rows_of(temperature, hidden)), (head,))
     return out
 
 
@@ -110,8 +168,8 @@ def head_token_logps(
     ['-0.3133', '-1.3133', '0.5822', '0.5822']
     """
 
-    def fn(h: Array, y: Array, bits: Array | None, w: Array) -> tuple[Array, Array]:
-        logps = jax.lax.optimization_barrier(_log_probs(h, w, compute, temperature))
+    def fn(h: Array, y: Array, t: Array, bits: Array | None, w: Array) -> tuple[Array, Array]:
+        logps = jax.lax.optimization_barrier(_at_temperature(_logits(h, w, compute), t))
         if bits is None:
             entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
             return jnp.take_along_axis(logps, y[:, None], axis=-1)[:, 0], entropy
@@ -122,5 +180,5 @@ def head_token_logps(
         token, legal = (jnp.take_along_axis(x, y[:, None], axis=-1)[:, 0] for x in (finite, kept))
         return jnp.where(legal, token, -jnp.inf), entropy
 
-    out: tuple[Array, Array] = rowwise(fn, compute, (hidden, tokens, support), (head,))
+    out: tuple[Array, Array] = rowwise(fn, compute, (hidden, tokens, _rows_of(temperature, hidden), support), (head,))
     return out

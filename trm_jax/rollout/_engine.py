@@ -6,23 +6,22 @@ Requests wait in a queue. A free slot takes the next one: the prompt's keys and 
 
 from __future__ import annotations
 
-import functools
-import itertools
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from trm_jax.models import Transformer, TransformerConfig
+from trm_jax.models import Transformer
 from trm_jax.rollout._config import EngineConfig, RolloutNumerics, SamplingConfig
-from trm_jax.rollout._programs import admit, decode
+from trm_jax.rollout._record import Record, empty_record, store, store_prompts, to_rollout
 from trm_jax.rollout._requests import Admission, Requests
-from trm_jax.rollout._slots import Record, Slots, empty_record, empty_slots, to_rollout
-from trm_jax.rollout._weights import EngineWeights, convert_weights
+from trm_jax.rollout._slot_engine import SlotEngine, chunk_steps
+from trm_jax.rollout._slots import Chunk, Columns, DecodeState, PolicyWeights, idle_state
+from trm_jax.rollout._stop import StopStrings, TextCodec
 from trm_jax.types import PromptBatch, RolloutBatch
 
 __all__ = ["InProcessEngine"]
@@ -39,9 +38,12 @@ class InProcessEngine:
       eos_ids: token ids that end a response.
       record_hidden: also return the final hidden state behind every token.
       record_routes: also return the experts that ran at every position, prompts included.
+      record_top_logps: also return so many of the most likely tokens at every position, with their log-probs.
+      tokenizer: decodes responses where ``sampling.stop`` is to end them.
 
     Raises:
-      ValueError: for an end token outside the vocabulary, or routing jitter or routes of a dense model.
+      ValueError: for an end token outside the vocabulary, more top tokens than it has, or routing jitter or routes of a
+        dense model.
     """
 
     def __init__(
@@ -54,36 +56,23 @@ class InProcessEngine:
         eos_ids: Iterable[int],
         record_hidden: bool = True,
         record_routes: bool = False,
+        record_top_logps: int = 0,
+        tokenizer: TextCodec | None = None,
     ) -> None:
-        shape: TransformerConfig = model.config
-        self._eos = tuple(sorted(int(i) for i in eos_ids))
-        if not all(0 <= i < shape.vocab_size for i in self._eos):
-            raise ValueError(f"eos_ids={list(self._eos)}: every id must lie in [0, vocab_size={shape.vocab_size}).")
-        if numerics.routing_jitter > 0 and not shape.n_experts:
-            raise ValueError(
-                f"routing_jitter={numerics.routing_jitter} needs a mixture of experts; this model is dense."
-            )
-        if record_routes and not shape.n_experts:
-            raise ValueError("record_routes=True needs a mixture of experts; this model is dense.")
-        self._graphdef = nnx.graphdef(model)
-        self._shape = shape
-        self._config = config
-        self._numerics = numerics
-        self._compute = numerics.compute()
-        self._sampling = sampling
-        self._record_hidden, self._record_routes = record_hidden, record_routes
-        self._weights: EngineWeights | None = None
+        self._slots = SlotEngine(
+            model,
+            config,
+            numerics=numerics,
+            eos_ids=eos_ids,
+            record_hidden=record_hidden,
+            record_routes=record_routes,
+            record_top_logps=record_top_logps,
+        )
+        self._config, self._sampling, self._tokenizer = config, sampling, tokenizer
+        self._policy: PolicyWeights | None = None
         self._version = -1
-        self._convert = jax.jit(functools.partial(convert_weights, self._graphdef, numerics=numerics))
-        self._admit = jax.jit(
-            functools.partial(admit, graphdef=self._graphdef, config=config, compute=self._compute),
-            donate_argnums=(1, 2),
-        )
-        self._decode = jax.jit(
-            functools.partial(decode, graphdef=self._graphdef, config=config, compute=self._compute),
-            static_argnames=("sampling", "eos"),
-            donate_argnums=(1, 2),
-        )
+        self._store = jax.jit(store, donate_argnums=0)
+        self._store_prompts = jax.jit(store_prompts, donate_argnums=0)
 
     @property
     def version(self) -> int:
@@ -91,16 +80,13 @@ class InProcessEngine:
         return self._version
 
     def update_weights(self, version: int, params: nnx.State[Any, Any]) -> None:
-        """Takes the trainer's parameters of policy ``version``, in this engine's format."""
-        if self._numerics.weight_format == "float32":  # nothing to convert: keep the arrays, make no copy
-            self._weights = convert_weights(self._graphdef, params, self._numerics)
-        else:
-            self._weights = self._convert(params)
+        """Takes the trainer's parameters of policy ``version``, in this engine's format; float32 without a copy."""
+        self._policy = self._slots.borrow(version, params)
         self._version = int(version)
 
     def head_matrix(self) -> Float[Array, "V D"]:
         """The output head as this engine multiplies with it, ``[V, D]`` in its compute dtype."""
-        return self._loaded().head_matrix(self._compute.jnp_dtype)
+        return self._loaded().weights.head_matrix(self._slots.compute.jnp_dtype)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig | None = None) -> RolloutBatch:
         """Answers every row of ``prompts``.
@@ -113,50 +99,112 @@ class InProcessEngine:
           A ``RolloutBatch`` with ``T = max_response_length``.
 
         Raises:
-          ValueError: an empty or too long prompt, or a token outside the vocabulary, naming the row.
+          ValueError: an empty or too long prompt, or a token outside the vocabulary, naming the row; stop strings
+            without a tokenizer.
           RuntimeError: before the first ``update_weights``.
         """
-        weights = self._loaded()
+        policy, slots = self._loaded(), self._slots
         sampling = self._sampling if sampling is None else sampling
-        requests = Requests.of(prompts, limit=self._config.max_prompt_length, vocab_size=self._shape.vocab_size)
-        shape, config, compute, total = self._shape, self._config, self._compute, len(requests)
-        record = empty_record(
-            shape, config, compute, sampling, total=total, hidden=self._record_hidden, routes=self._record_routes
-        )
-        slots = empty_slots(shape, config, compute, total=total)
-        version = jnp.int32(self._version)
-        waiting = iter(range(total))
-        free, busy = list(range(config.slots)), set[int]()
-        while True:
-            taken = list(zip(free, itertools.islice(waiting, len(free)), strict=False))
-            for admission in requests.admissions(taken, config):
-                slots, record = self._start(weights, slots, record, requests, admission)
-            busy.update(slot for slot, _ in taken)
-            if not busy:
-                return to_rollout(record, requests, prompts.group_ids, sampling)
-            slots, record = self._decode(weights, slots, record, version, sampling=sampling, eos=self._eos)
-            alive = np.asarray(slots.alive)
-            busy = {slot for slot in busy if alive[slot]}
-            free = [slot for slot in range(config.slots) if slot not in busy]
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError(f"stop={list(sampling.stop)} needs the tokenizer that decodes responses: pass tokenizer.")
+        requests = Requests.of(prompts, limit=self._config.max_prompt_length, vocab_size=slots.shape.vocab_size)
+        run = _Run(self, policy, requests, sampling)
+        while run.busy or run.waiting:
+            run.start()
+            run.decode()
+        return to_rollout(run.record, requests, prompts.group_ids, sampling, lengths=run.lengths, finished=run.finished)
 
-    def _start(
-        self, weights: EngineWeights, slots: Slots, record: Record, requests: Requests, admission: Admission
-    ) -> tuple[Slots, Record]:
-        """Runs one prefill call."""
-        which = admission.requests
-        last = requests.lengths[which] - 1
-        start = {
-            "token": requests.tokens[which, last],
-            "position": last,
-            "seed": requests.seeds[which],
-            "request": which,
-        }
-        started: tuple[Slots, Record] = self._admit(
-            weights, slots, record, admission.prompts, admission.noise_seeds, admission.slots, admission.rows, start
-        )
-        return started
-
-    def _loaded(self) -> EngineWeights:
-        if self._weights is None:
+    def _loaded(self) -> PolicyWeights:
+        if self._policy is None:
             raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
-        return self._weights
+        return self._policy
+
+
+class _Run:
+    """One call of ``generate``: which request every slot samples for, and how far it is."""
+
+    def __init__(
+        self, engine: InProcessEngine, policy: PolicyWeights, requests: Requests, sampling: SamplingConfig
+    ) -> None:
+        self._engine, self._slots, self._policy = engine, engine._slots, policy
+        self._requests, self._sampling = requests, sampling
+        total, count = len(requests), self._slots.config.slots
+        self.lengths, self.finished = np.zeros(total, np.int32), np.zeros(total, bool)
+        self.waiting = deque(range(total))
+        self.busy: dict[int, int] = {}  # slot → request
+        self._free = list(range(count))[::-1]
+        self._request, self._last = np.full(count, total, np.int32), np.zeros(count, np.int32)
+        self._steps = np.zeros(count, np.int64)  # decode steps asked for, of the sample in each slot
+        self._watch: dict[int, StopStrings] = {}
+        self._unread: deque[tuple[Chunk, dict[int, int]]] = deque()
+        self._state: DecodeState = idle_state(self._slots.shape, self._slots.config, self._slots.compute)
+        self.record: Record = empty_record(
+            self._slots.shape,
+            self._slots.config,
+            self._slots.recording,
+            sampling,
+            rows=total,
+            dtype=self._slots.compute.jnp_dtype,
+        )
+
+    def start(self) -> None:
+        """Gives free slots to waiting requests."""
+        count = min(len(self._free), len(self.waiting))
+        taken = [(self._free.pop(), self.waiting.popleft()) for _ in range(count)]
+        for admission in self._requests.admissions(taken, self._slots.config.prefill_rows):
+            self._admit(admission)
+
+    def _admit(self, admission: Admission) -> None:
+        requests, limit = self._requests, self._slots.config.max_response_length
+        prefix = self._slots.prefill(self._policy, [requests.prompt(row) for row in admission.rows])
+        placed = list(zip(admission.slots, admission.requests, admission.prompts, strict=True))
+        starts = [(slot, row, int(requests.seeds[r]), limit, self._sampling) for slot, r, row in placed]
+        self._state = self._slots.insert(prefix, self._state, starts)
+        for slot, request, _ in placed:
+            self.busy[slot] = self._request[slot] = request
+            self._last[slot], self._steps[slot] = requests.lengths[request] - 1, 0
+            if self._sampling.stop:
+                assert self._engine._tokenizer is not None
+                self._watch[request] = StopStrings(self._engine._tokenizer, self._sampling.stop)
+        if prefix.routes is not None:
+            table = np.zeros((3, self._slots.config.slots), np.int32)  # of one size, whatever starts
+            table[0] = len(requests)
+            starting: Any = np.array(admission.requests)
+            table[:, : len(placed)] = starting, admission.prompts, requests.lengths[starting] - 1
+            self.record = self._engine._store_prompts(self.record, prefix.routes, *table)
+
+    def decode(self) -> None:
+        """Asks for a chunk, and reads the oldest one that is due: at once when somebody waits for a slot.
+
+        Otherwise the device is given the next chunk before the last one has been looked at.
+        """
+        left = self._slots.config.max_response_length - self._steps[list(self.busy)]
+        steps = chunk_steps(self._slots.config.decode_chunk, left[left > 0].tolist(), free=False)
+        self._state, chunk = self._slots.generate(self._policy, self._state, steps)
+        self._steps += steps
+        chunk.data.copy_to_host_async()
+        self.record = self._engine._store(self.record, chunk, self._request.copy(), self._last.copy())
+        self._unread.append((chunk, dict(self.busy)))
+        while len(self._unread) > (0 if self.waiting else 1):
+            self._read()
+        if not self.busy:
+            self._unread.clear()
+
+    def _read(self) -> None:
+        chunk, slots = self._unread.popleft()
+        columns = Columns.of(np.asarray(chunk.data))
+        counts = columns.valid.sum(axis=1).tolist()
+        for slot, request in slots.items():
+            if self.busy.get(slot) != request:  # it ended in an earlier chunk
+                continue
+            tokens, alive = columns.tokens[slot, : counts[slot]], bool(columns.alive[slot])
+            stopped = self._watch[request].take(tokens.tolist()) if self._watch else None
+            tokens = tokens if stopped is None else tokens[:stopped]
+            self.lengths[request] += tokens.size
+            if alive and stopped is None:
+                continue
+            self.finished[request] = stopped is not None or int(tokens[-1]) in self._slots.eos_ids
+            del self.busy[slot]
+            self._watch.pop(request, None)
+            self._request[slot] = len(self._requests)
+            self._free.append(slot)

@@ -1,12 +1,13 @@
-"""The engine's two compiled programs: prefill into slots, and a chunk of decode steps.
+"""The compiled programs of every engine here: prefill, insert, and a chunk of decode steps over slots.
 
 Decoding starts by running the last prompt token again, so every sampled token's logits come from the decode step itself
-and carry its weights' version.
+and carry its weights' version. Each slot has sampling options and a limit of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,149 +15,180 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from trm_jax.models import ComputeConfig, KVCache, Transformer, TransformerOutput, head_log_probs, init_cache
-from trm_jax.rollout._config import EngineConfig, SamplingConfig
-from trm_jax.rollout._sampling import pack_support, sample
-from trm_jax.rollout._slots import Record, Slots
-from trm_jax.rollout._weights import EngineWeights
+from trm_jax.models import ComputeConfig, KVCache, Transformer, TransformerConfig, head_distributions, init_cache
+from trm_jax.rollout._config import EngineConfig
+from trm_jax.rollout._sampling import sample_rows
+from trm_jax.rollout._slots import Chunk, DecodeState, PolicyWeights, Prefix, Recording, SlotRequests
 
-__all__ = ["admit", "cache_into_slots", "decode", "into_slots", "run_prompts"]
-
-
-def run_prompts(
-    model: Transformer, prompts: Array, noise_seeds: Array, *, config: EngineConfig, compute: ComputeConfig
-) -> TransformerOutput:
-    """One pass over prompts ``[R, P]`` that fills a cache of the engine's row length."""
-    empty = init_cache(model.config, prompts.shape[0], config.sequence_length, compute)
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-    return model(prompts, positions=positions, cache=empty, compute=compute, jitter_seeds=noise_seeds)
+__all__ = ["decode", "insert", "prefill"]
 
 
-def into_slots(old: Array, new: Array, slot: Array) -> Array:
-    """``old`` with ``new[i]`` at ``slot[i]``; a slot past the end is dropped."""
-    return old.at[slot].set(new.astype(old.dtype), mode="drop")
-
-
-def cache_into_slots(cache: KVCache, prefix: KVCache, slot: Array, row: Array) -> KVCache:
-    """``cache`` with keys and values of prompt ``row[i]`` in ``slot[i]``; a slot past the end is dropped."""
-    out: KVCache = jax.tree.map(lambda c, p: c.at[:, slot].set(p[:, row], mode="drop"), cache, prefix)
-    return out
-
-
-def admit(
-    weights: EngineWeights,
-    slots: Slots,
-    record: Record,
+def prefill(
+    policy: PolicyWeights,
     prompts: Array,
+    lengths: Array,
     noise_seeds: Array,
-    slot: Array,
-    row: Array,
-    start: dict[str, Array],
     *,
+    recording: Recording,
     graphdef: Any,
     config: EngineConfig,
     compute: ComputeConfig,
-) -> tuple[Slots, Record]:
-    """Runs prompts and copies keys and values of prompt ``row[i]`` into ``slot[i]``; a slot past the end is dropped.
+) -> Prefix:
+    """Runs prompts.
 
     Args:
-      weights: the engine's.
-      slots: donated.
-      record: donated; it takes the prompts' routes, when it has any.
-      prompts: ``[R, P]``.
-      noise_seeds: ``[R]``.
-      slot: ``[C]``.
-      row: ``[C]``.
-      start: ``[C]`` each: last token, its position, seed and request of what starts.
+      policy: weights.
+      prompts: ``[R, W]``; anything at or after ``lengths``.
+      lengths: ``[R]``, at least 1.
+      noise_seeds: ``[R]`` seeds of the router's noise. They depend on the prompt alone: samples of one prompt share its
+        run, and it must not matter whose request ran it.
+      recording: whether routes are kept.
       graphdef: of the ``Transformer``.
       config: sizes.
       compute: arithmetic.
     """
-    model: Transformer = nnx.merge(graphdef, weights.params)
-    out = run_prompts(model, prompts, noise_seeds, config=config, compute=compute)
-    assert out.cache is not None
-    begun = {"step": jnp.zeros_like(slot), "alive": jnp.ones_like(slot, bool), **start}
-    slots = dataclasses.replace(
-        slots,
-        cache=cache_into_slots(slots.cache, out.cache, slot, row),
-        **{name: into_slots(getattr(slots, name), value, slot) for name, value in begun.items()},
+    model: Transformer = nnx.merge(graphdef, policy.weights.params)
+    # Sums over another number of keys round otherwise: where bits matter there are as many as in decoding.
+    width = config.sequence_length if compute.batch_invariant else prompts.shape[1]
+    out = model(
+        prompts,
+        positions=jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape),
+        cache=init_cache(model.config, prompts.shape[0], width, compute),
+        compute=compute,
+        jitter_seeds=noise_seeds,
     )
-    if record.routes is None or out.routed_experts is None:
-        return slots, record
-    # Decoding runs the last prompt token again, and writes its routes then.
-    length = prompts.shape[1]
-    before = jnp.arange(length)[None, :] < start["position"][:, None]
-    routes = jnp.where(before[:, :, None, None], _by_position(out.routed_experts)[row], -1)
-    request = jnp.where(slot < config.slots, start["request"], record.routes.shape[0])
-    routes = record.routes.at[request, :length].set(routes.astype(record.routes.dtype), mode="drop")
-    return slots, dataclasses.replace(record, routes=routes)
+    assert out.cache is not None
+    last = lengths - 1
+    return Prefix(
+        cache=out.cache,
+        token=jnp.take_along_axis(prompts, last[:, None], axis=1)[:, 0],
+        position=last,
+        routes=_by_position(out.routed_experts) if recording.routes else None,
+    )
 
 
-def _by_position(routed_experts: Array) -> Array:
-    """``[M, B, S, k]`` to ``[B, S, M, k]``."""
-    return jnp.moveaxis(routed_experts, 0, 2)
+def insert(prefix: Prefix, state: DecodeState, slot: Array, row: Array, requests: SlotRequests) -> DecodeState:
+    """Starts prompt ``row[i]`` in ``slot[i]`` with ``requests[i]``; drops slots past the end. Donates ``state``."""
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[slot].set(new.astype(old.dtype), mode="drop")
+
+    def put_rows(old: Array, new: Array) -> Array:
+        # To the row's end, with zeros: what is left of an earlier sequence could be NaN, which no weight of 0 removes.
+        rest = [(0, 0)] * new.ndim
+        rest[2] = (0, old.shape[2] - new.shape[2])
+        return old.at[:, slot].set(jnp.pad(new[:, row], rest), mode="drop")
+
+    cache: KVCache = jax.tree.map(put_rows, state.cache, prefix.cache)
+    return DecodeState(
+        cache=cache,
+        token=put(state.token, prefix.token[row]),
+        position=put(state.position, prefix.position[row]),
+        step=put(state.step, jnp.zeros_like(slot)),
+        alive=put(state.alive, jnp.ones_like(slot, bool)),
+        requests=jax.tree.map(put, state.requests, requests),
+    )
 
 
 def decode(
-    weights: EngineWeights,
-    slots: Slots,
-    record: Record,
-    version: Array,
+    policy: PolicyWeights,
+    state: DecodeState,
+    steps: Array,
     *,
-    sampling: SamplingConfig,
     eos: tuple[int, ...],
+    recording: Recording,
     graphdef: Any,
     config: EngineConfig,
     compute: ComputeConfig,
-) -> tuple[Slots, Record]:
-    """``decode_chunk`` tokens of every slot; slots and record are donated."""
+) -> tuple[DecodeState, Chunk]:
+    """``steps <= decode_chunk`` tokens of every slot, fewer when no slot is left. Donates ``state``."""
+    weights = policy.weights
     model: Transformer = nnx.merge(graphdef, weights.params)
-    idle_row = record.tokens.shape[0] - 1
-    limit = config.max_response_length
 
-    def step(carry: tuple[Slots, Record], _: None) -> tuple[tuple[Slots, Record], None]:
-        slots, record = carry
+    def step(state: DecodeState) -> tuple[DecodeState, dict[str, Array]]:
+        wanted = state.requests
         out = model(
-            slots.token[:, None],
-            positions=slots.position[:, None],
-            cache=slots.cache,
+            state.token[:, None],
+            positions=state.position[:, None],
+            cache=state.cache,
             compute=compute,
-            jitter_seeds=slots.seed,
+            jitter_seeds=wanted.seed,
         )
         assert out.cache is not None
         hidden = out.hidden[:, 0]
-        logps = head_log_probs(hidden, weights.head, temperature=sampling.temperature, compute=compute)
-        token, logp, kept = sample(logps, slots.seed, slots.step, sampling, compute)
-        ended = jnp.isin(token, jnp.array(eos, jnp.int32))
-        going = slots.alive & ~ended & (slots.step + 1 < limit)
-
-        row = jnp.where(slots.alive, slots.request, idle_row)
-        at = (row, jnp.minimum(slots.step, limit - 1))
-        routes = record.routes
-        if routes is not None and out.routed_experts is not None:
-            routes = routes.at[row, slots.position].set(_by_position(out.routed_experts)[:, 0].astype(routes.dtype))
-        support = record.support
-        if support is not None and kept is not None:
-            support = support.at[at].set(pack_support(kept))
-        record = Record(
-            tokens=record.tokens.at[at].set(token),
-            logps=record.logps.at[at].set(logp),
-            versions=record.versions.at[at].set(version),
-            length=record.length.at[row].set(slots.step + 1),
-            finished=record.finished.at[row].set(ended),
-            hidden=None if record.hidden is None else record.hidden.at[at].set(hidden),
-            support=support,
-            routes=routes,
+        # A slot that does not decode must not make the others pay for its temperature or the sort of a cut support.
+        rows = wanted.sampling.where(state.alive)
+        scaled, model_logps, lse = head_distributions(
+            hidden, weights.head, temperature=rows.temperature, compute=compute
         )
-        slots = dataclasses.replace(
-            slots,
+        token, logp, support = sample_rows(scaled, wanted.seed, state.step, rows, compute)
+        model_logp = jnp.take_along_axis(model_logps, token[:, None], axis=-1)[:, 0]
+        made = {"tokens": token, "valid": state.alive, "logps": logp, "model_logps": model_logp, "support": support}
+        if recording.hidden:
+            made |= {"hidden": hidden, "logsumexp": lse}
+        if recording.top_logps:
+            made["top_logps"], made["top_tokens"] = jax.lax.top_k(model_logps, recording.top_logps)
+        if recording.routes:
+            made["routes"] = _by_position(out.routed_experts)[:, 0]
+        going = state.alive & ~jnp.isin(token, jnp.array(eos, jnp.int32)) & (state.step + 1 < wanted.limit)
+        after = dataclasses.replace(
+            state,
             cache=out.cache,
-            token=jnp.where(going, token, slots.token),
-            position=slots.position + going,
-            step=slots.step + going,
+            token=jnp.where(going, token, state.token),
+            position=state.position + going,
+            step=state.step + going,
             alive=going,
         )
-        return (slots, record), None
+        return after, made
 
-    carry, _ = jax.lax.scan(step, (slots, record), None, length=config.decode_chunk)
-    return carry
+    def body(carry: tuple[Array, DecodeState, dict[str, Array]]) -> tuple[Array, DecodeState, dict[str, Array]]:
+        i, state, chunk = carry
+        state, made = step(state)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=1)
+        return i + 1, state, {name: put(held, made[name].astype(held.dtype)) for name, held in chunk.items()}
+
+    def more(carry: tuple[Array, DecodeState, dict[str, Array]]) -> Array:
+        return (carry[0] < steps) & jnp.any(carry[1].alive)
+
+    empty = _empty_chunk(model.config, config, compute, recording)
+    _, after, made = jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state, empty))
+    bits = {name: jax.lax.bitcast_convert_type(made[name], jnp.int32) for name in ("logps", "model_logps")}
+    version = jnp.broadcast_to(policy.version, state.step.shape)
+    columns = [
+        *(made["tokens"], made["valid"], state.step[:, None] + 1, bits["logps"], bits["model_logps"]),
+        *(version[:, None], after.alive[:, None]),
+    ]
+    data = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
+    names = ("hidden", "logsumexp", "top_tokens", "top_logps", "routes")
+    return after, Chunk(data=data, support=made["support"], **{name: made.get(name) for name in names})
+
+
+def _empty_chunk(
+    shape: TransformerConfig, config: EngineConfig, compute: ComputeConfig, recording: Recording
+) -> dict[str, Array]:
+    """Where the steps' results go, ``[C, k, ...]`` each."""
+
+    def zeros(dtype: Any, *rest: int) -> Array:
+        return jnp.zeros((config.slots, config.decode_chunk, *rest), dtype)
+
+    out = {
+        "tokens": zeros(jnp.int32),
+        "valid": zeros(bool),
+        "logps": zeros(jnp.float32),
+        "model_logps": zeros(jnp.float32),
+        "support": zeros(jnp.uint8, -(-shape.vocab_size // 8)),
+    }
+    if recording.hidden:
+        out |= {"hidden": zeros(compute.jnp_dtype, shape.d_model), "logsumexp": zeros(jnp.float32)}
+    if recording.top_logps:
+        out["top_tokens"] = zeros(jnp.int32, recording.top_logps)
+        out["top_logps"] = zeros(jnp.float32, recording.top_logps)
+    if recording.routes:
+        out["routes"] = zeros(jnp.int16, shape.moe_layers, shape.experts_per_token)
+    return out
+
+
+def _by_position(routed_experts: Array | None) -> Array:
+    """``[M, B, S, k]`` to ``[B, S, M, k]`` int16."""
+    assert routed_experts is not None
+    return jnp.moveaxis(routed_experts, 0, 2).astype(jnp.int16)

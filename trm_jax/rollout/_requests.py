@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int32, UInt32
 
-from trm_jax.rollout._config import EngineConfig
 from trm_jax.types import PromptBatch
 
 __all__ = ["Admission", "Requests"]
@@ -17,22 +15,19 @@ __all__ = ["Admission", "Requests"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admission:
-    """One prefill call: the prompts to run, and which slot starts which request from which of them.
+    """One prefill call and what it starts.
 
     Attributes:
-      prompts: ``[R, P]``; the last rows may repeat the first.
-      noise_seeds: ``[R]`` seeds of the router's noise. They depend on the prompt alone: samples of one prompt share a
-        prefill, and it must not matter whose request ran it.
-      slots: ``[C]``; entries past the placements point behind the last slot, where a scatter drops them.
-      requests: ``[C]`` row of the request that each slot starts.
-      rows: ``[C]`` row of ``prompts`` that holds its prompt.
+      rows: requests whose prompts are run, all different.
+      slots: slots that start.
+      requests: the request that each of them samples for.
+      prompts: place in ``rows`` of its prompt.
     """
 
-    prompts: Int32[np.ndarray, "R P"]
-    noise_seeds: UInt32[np.ndarray, " R"]
-    slots: Int32[np.ndarray, " C"]
-    requests: Int32[np.ndarray, " C"]
-    rows: Int32[np.ndarray, " C"]
+    rows: list[int]
+    slots: list[int]
+    requests: list[int]
+    prompts: list[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,33 +81,24 @@ class Requests:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def admissions(self, taken: Sequence[tuple[int, int]], config: EngineConfig) -> Iterator[Admission]:
+    def prompt(self, request: int) -> Int32[np.ndarray, " n"]:
+        """Its tokens, without padding."""
+        return self.tokens[request, : self.lengths[request]]
+
+    def admissions(self, taken: Sequence[tuple[int, int]], prefill_rows: int) -> Iterator[Admission]:
         """Splits ``(slot, request)`` pairs into prefill calls of at most ``prefill_rows`` different prompts."""
         row_of: dict[bytes, int] = {}
-        rows: list[int] = []
-        placements: list[tuple[int, int, int]] = []
+        current = Admission(rows=[], slots=[], requests=[], prompts=[])
         for slot, request in taken:
-            prompt = self._prompt(request)
+            prompt = self.prompt(request).tobytes()
             if prompt not in row_of:
-                if len(rows) == config.prefill_rows:
-                    yield self._admission(rows, placements, config)
-                    row_of, rows, placements = {}, [], []
-                row_of[prompt] = len(rows)
-                rows.append(request)
-            placements.append((slot, request, row_of[prompt]))
-        if rows:
-            yield self._admission(rows, placements, config)
-
-    def _admission(self, rows: list[int], placements: list[tuple[int, int, int]], config: EngineConfig) -> Admission:
-        """Fixed shapes, so that every call runs the same program."""
-        padded = np.array(rows + [rows[0]] * (config.prefill_rows - len(rows)))
-        table = np.zeros((3, config.slots), np.int32)
-        table[0] = config.slots
-        table[:, : len(placements)] = np.array(placements, np.int32).T
-        noise = np.array([zlib.crc32(self._prompt(request)) for request in padded], np.uint32)
-        return Admission(
-            prompts=self.tokens[padded], noise_seeds=noise, slots=table[0], requests=table[1], rows=table[2]
-        )
-
-    def _prompt(self, request: int) -> bytes:
-        return self.tokens[request, : self.lengths[request]].tobytes()
+                if len(current.rows) == prefill_rows:
+                    yield current
+                    row_of, current = {}, Admission(rows=[], slots=[], requests=[], prompts=[])
+                row_of[prompt] = len(current.rows)
+                current.rows.append(request)
+            current.slots.append(slot)
+            current.requests.append(request)
+            current.prompts.append(row_of[prompt])
+        if current.rows:
+            yield current

@@ -229,7 +229,10 @@ def _joined(parts: list[Completion]) -> Completion:
     if parts[0].support_offsets is not None:
         counts = np.concatenate([np.diff(part.support_offsets) for part in parts if part.support_offsets is not None])
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    names = ("tokens", "logps", "model_logps", "versions", "support_tokens", "hidden", "logsumexp")
+    names = (
+        *("tokens", "logps", "model_logps", "versions", "support_tokens", "hidden", "logsumexp"),
+        *("top_tokens", "top_logps", "routed_experts"),
+    )
     return Completion(
         sample=parts[0].sample,
         finish=parts[-1].finish,

@@ -6,16 +6,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from trm_jax.models import Transformer
-from trm_jax.rollout import EngineConfig, EngineWeights, RolloutNumerics, SamplingConfig, convert_weights
-from trm_jax.serve._client import Connection, RolloutClient, ServingError
-from trm_jax.serve._engine import describe_numerics
-from trm_jax.serve._requests import Completion, SampleRequest, SamplingOptions
+from trm_jax.rollout import (
+    EngineConfig,
+    EngineWeights,
+    Recording,
+    RolloutNumerics,
+    SamplingConfig,
+    convert_weights,
+    describe_numerics,
+)
+from trm_jax.serve._batch import batch_of
+from trm_jax.serve._client import Connection, RolloutClient
+from trm_jax.serve._requests import SampleRequest
 from trm_jax.serve._weights import WeightDirectory
 from trm_jax.types import PromptBatch, RolloutBatch
 
@@ -37,6 +44,8 @@ class RemoteEngine:
       connection: where the server is.
       weights: the directory.
       record_hidden: have final hidden states returned.
+      record_routes: have the experts returned that ran.
+      record_top_logps: have so many of the most likely tokens returned at every position.
       finish_first: let sequences in flight finish before weights change.
 
     Raises:
@@ -55,12 +64,15 @@ class RemoteEngine:
         connection: Connection,
         weights: Path,
         record_hidden: bool = True,
+        record_routes: bool = False,
+        record_top_logps: int = 0,
         finish_first: bool = False,
     ) -> None:
         self._graphdef, self._shape = nnx.graphdef(model), model.config
         self._config, self._numerics, self._sampling = config, numerics, sampling
         self._record_hidden, self._finish_first = record_hidden, finish_first
         self._directory = WeightDirectory(weights)
+        self._recording = Recording(hidden=record_hidden, top_logps=record_top_logps, routes=record_routes)
         self._weights: EngineWeights | None = None
         self._version = -1
         self._client = RolloutClient(connection, on_return=self._give_weights_again)
@@ -112,7 +124,6 @@ class RemoteEngine:
             raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
         sampling = self._sampling if sampling is None else sampling
         groups = self._groups(prompts)
-        options = SamplingOptions(temperature=sampling.temperature, top_p=sampling.top_p, greedy=sampling.greedy)
         seeds = np.asarray(prompts.seeds, np.uint32)
         answers = self._client.generate(
             [
@@ -120,8 +131,10 @@ class RemoteEngine:
                     prompt=prompt,
                     seeds=seeds[rows].tolist(),
                     max_tokens=self._config.max_response_length,
-                    sampling=options,
-                    hidden=self._record_hidden,
+                    sampling=sampling,
+                    hidden=self._recording.hidden,
+                    top_logps=self._recording.top_logps,
+                    routes=self._recording.routes,
                     version=self._version,
                 )
                 for prompt, rows in groups
@@ -132,7 +145,15 @@ class RemoteEngine:
             for (_, rows), completions in zip(groups, answers, strict=True)
             for row, completion in zip(rows, completions, strict=True)
         }
-        return self._batch(prompts, [by_row[row] for row in range(len(by_row))], sampling)
+        return batch_of(
+            prompts,
+            [by_row[row] for row in range(len(by_row))],
+            shape=self._shape,
+            config=self._config,
+            recording=self._recording,
+            sampling=sampling,
+            dtype=self._numerics.compute().jnp_dtype,
+        )
 
     def _groups(self, prompts: PromptBatch) -> list[tuple[list[int], list[int]]]:
         """``(prompt, rows)`` of neighbouring rows with one prompt."""
@@ -148,53 +169,6 @@ class RemoteEngine:
             else:
                 groups.append((prompt, [row]))
         return groups
-
-    def _batch(self, prompts: PromptBatch, rows: list[Completion], sampling: SamplingConfig) -> RolloutBatch:
-        count, length, width = len(rows), self._config.max_response_length, self._config.max_prompt_length
-        tokens, versions = np.zeros((count, length), np.int32), np.full((count, length), -1, np.int32)
-        logps, mask = np.zeros((count, length), np.float32), np.zeros((count, length), bool)
-        support = hidden = None
-        if sampling.top_p < 1 and not sampling.greedy:
-            support = np.zeros((count, length, -(-self._shape.vocab_size // 8)), np.uint8)
-        if self._record_hidden:
-            hidden = np.zeros((count, length, self._shape.d_model), self._numerics.compute().jnp_dtype)
-        for row, done in enumerate(rows):
-            n = done.tokens.size
-            tokens[row, :n], versions[row, :n], logps[row, :n], mask[row, :n] = (
-                done.tokens,
-                done.versions,
-                done.logps,
-                True,
-            )
-            if hidden is not None:
-                if done.hidden is None or done.hidden.shape != (n, self._shape.d_model):
-                    raise ServingError(
-                        "the server sent no hidden states, or of another width, though they were asked for."
-                    )
-                hidden[row, :n] = done.hidden
-            if support is not None:
-                if done.support_tokens is None or done.support_offsets is None:
-                    raise ServingError(f"the server sent no support although top_p={sampling.top_p} cuts it.")
-                kept = np.zeros((n, self._shape.vocab_size), bool)
-                kept[np.repeat(np.arange(n), np.diff(done.support_offsets)), done.support_tokens] = True
-                support[row, :n] = np.packbits(kept, axis=1, bitorder="little")
-        real = np.asarray(prompts.mask)
-        padded = np.zeros((count, width), np.int32)
-        padded[:, : real.shape[1]] = np.where(real, prompts.tokens, 0)[:, :width]
-        return RolloutBatch(
-            prompt_tokens=jnp.asarray(padded),
-            prompt_mask=jnp.arange(width)[None, :] < jnp.asarray(real.sum(axis=1))[:, None],
-            response_tokens=jnp.asarray(tokens),
-            response_mask=jnp.asarray(mask),
-            rollout_logps=jnp.asarray(logps),
-            versions=jnp.asarray(versions),
-            finished=jnp.asarray([done.finish == "stop" for done in rows]),
-            group_ids=jnp.asarray(prompts.group_ids, jnp.int32),
-            hidden=None if hidden is None else jnp.asarray(hidden),
-            support=None if support is None else jnp.asarray(support),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-        )
 
     def _check(self, eos_ids: list[int]) -> int:
         """Compares the server with what is expected; samples that a request may have."""

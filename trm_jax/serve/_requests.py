@@ -4,61 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int16, Int32
 
-from trm_jax.checks import in_range
+from trm_jax.rollout import SamplingConfig, SlotEngine
 
-__all__ = ["Completion", "FinishReason", "Limits", "SampleRequest", "SamplingOptions", "TextCodec"]
+__all__ = ["Completion", "FinishReason", "Limits", "SampleRequest"]
 
 FinishReason = Literal["", "stop", "length"]
-"""Why a response ended: "stop" by an end token, "length" by its limit, "" when it goes on in a later piece."""
+"""Why a response ended: "stop" by an end token or string, "length" by its limit, "" when a later piece goes on."""
 
 
-class TextCodec(Protocol):
-    """Text to ids and back; every tokenizer of ``trm_jax.data`` is one."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Ids of ``text``."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """The distribution that a request's tokens are drawn from.
-
-    Attributes:
-      temperature: logits are divided by it; above 0.
-      top_p: nucleus mass in (0, 1].
-      top_k: most likely tokens kept; 0 keeps all.
-      min_p: tokens below this share of the largest probability are cut; in [0, 1).
-      greedy: take the most likely token.
-
-    Raises:
-      ValueError: naming field, value and rule.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    greedy: bool = False
-
-    def __post_init__(self) -> None:
-        in_range("temperature", self.temperature, low=0.0, low_open=True, high=1e6)
-        in_range("top_p", self.top_p, low=0.0, low_open=True, high=1.0)
-        in_range("min_p", self.min_p, low=0.0, high=1.0, high_open=True)
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k={self.top_k}: must be 0 (keep all) or a count of tokens.")
-
-    @property
-    def cuts(self) -> bool:
-        """Whether the support is cut, and recorded."""
-        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+_MOST_STOP_STRINGS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +30,8 @@ class SampleRequest:
       max_tokens: longest response, the end token included.
       sampling: the distribution.
       hidden: also return final hidden states and the log-sum-exp of the logits.
+      top_logps: also return so many of the most likely tokens at every position, with their log-probs.
+      routes: also return the experts that ran.
       stream_every: tokens between two pieces of a sample; 0 sends each sample whole.
       version: policy version that the server must have when it takes the request; None takes any.
     """
@@ -78,8 +39,10 @@ class SampleRequest:
     prompt: Sequence[int]
     seeds: Sequence[int]
     max_tokens: int
-    sampling: SamplingOptions = SamplingOptions()
+    sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009 - frozen
     hidden: bool = False
+    top_logps: int = 0
+    routes: bool = False
     stream_every: int = 0
     version: int | None = None
 
@@ -94,6 +57,9 @@ class Limits:
       vocab_size: token ids lie below it.
       samples: most samples of one prompt.
       hidden: whether hidden states are recorded.
+      top_logps: most likely tokens that are recorded at every position.
+      routes: whether experts are recorded.
+      stop: whether there is a tokenizer that stop strings can be found with.
     """
 
     prompt: int
@@ -101,6 +67,23 @@ class Limits:
     vocab_size: int
     samples: int
     hidden: bool
+    top_logps: int = 0
+    routes: bool = False
+    stop: bool = False
+
+    @classmethod
+    def of(cls, engine: SlotEngine, *, samples: int, stop: bool) -> Limits:
+        """What one request may ask of this engine."""
+        return cls(
+            prompt=engine.config.max_prompt_length,
+            response=engine.config.max_response_length,
+            vocab_size=engine.shape.vocab_size,
+            samples=samples,
+            hidden=engine.recording.hidden,
+            top_logps=engine.recording.top_logps,
+            routes=engine.recording.routes,
+            stop=stop,
+        )
 
     def check(self, request: SampleRequest) -> None:
         """Refuses what the engine cannot do as asked; nothing is truncated or clamped.
@@ -140,6 +123,14 @@ class Limits:
             raise ValueError(f"stream_every={request.stream_every}: must be 0 (whole samples) or a count of tokens.")
         if request.hidden and not self.hidden:
             raise ValueError("hidden states were asked for; this server does not record them (rollout.record_hidden).")
+        if not 0 <= request.top_logps <= self.top_logps:
+            raise ValueError(f"top_logps={request.top_logps}: this server records 0 to {self.top_logps}.")
+        if request.routes and not self.routes:
+            raise ValueError("experts were asked for; this server does not record them.")
+        if request.sampling.stop and not self.stop:
+            raise ValueError("stop strings were asked for; this server has no tokenizer to find them with.")
+        if len(request.sampling.stop) > _MOST_STOP_STRINGS:
+            raise ValueError(f"{len(request.sampling.stop)} stop strings: a request has {_MOST_STOP_STRINGS} at most.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +148,10 @@ class Completion:
       support_offsets: ``[n + 1]`` where each position's ids begin.
       hidden: ``[n, D]`` final hidden states in the engine's dtype, or None.
       logsumexp: ``[n]`` log-sum-exp of the logits at temperature 1, or None.
+      top_tokens: ``[n, K]`` most likely tokens, the likeliest first, or None.
+      top_logps: ``[n, K]`` their log-probs as in ``model_logps``, or None.
+      routed_experts: ``[m, M, k]`` experts that ran, or None. Of a whole sample ``m = P + n - 1``: every position of
+        prompt and response but the last token's, which was never run. The first piece has the prompt's.
     """
 
     sample: int
@@ -169,3 +164,6 @@ class Completion:
     support_offsets: Int32[np.ndarray, " n_plus_1"] | None = None
     hidden: np.ndarray | None = None
     logsumexp: Float32[np.ndarray, " n"] | None = None
+    top_tokens: Int32[np.ndarray, "n K"] | None = None
+    top_logps: Float32[np.ndarray, "n K"] | None = None
+    routed_experts: Int16[np.ndarray, "m M k"] | None = None

@@ -8,13 +8,15 @@ when both are imported, and nothing has to be generated. Arrays travel as little
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from trm_jax.serve._requests import Completion, SampleRequest, SamplingOptions
+from trm_jax.rollout import SamplingConfig
+from trm_jax.serve._requests import Completion, SampleRequest
 
 __all__ = [
     "ACCEPTED",
@@ -77,6 +79,9 @@ _JETSTREAM: dict[str, list[tuple[int, str, str, str]]] = {
         (8, "int32", "stream_every", ""),
         (9, "bool", "checks_version", ""),
         (10, "int32", "version", ""),
+        (11, "repeated string", "stop", ""),
+        (12, "int32", "top_logps", ""),
+        (13, "bool", "routes", ""),
     ],
     "Record": [
         (1, "int32", "sample", ""),
@@ -89,6 +94,10 @@ _JETSTREAM: dict[str, list[tuple[int, str, str, str]]] = {
         (8, "bytes", "hidden", ""),
         (9, "string", "hidden_dtype", ""),
         (10, "bytes", "logsumexp", ""),
+        (11, "bytes", "top_tokens", ""),
+        (12, "bytes", "top_logps", ""),
+        (13, "bytes", "routed_experts", ""),
+        (14, "repeated int32", "routed_shape", ""),
     ],
     "Empty": [],
     "LoadRequest": [(1, "int32", "version", ""), (2, "bool", "finish_first", "")],
@@ -109,6 +118,9 @@ _JETSTREAM: dict[str, list[tuple[int, str, str, str]]] = {
         (13, "string", "numerics", ""),
         (14, "repeated int32", "eos_ids", ""),
         (15, "bool", "hidden", ""),
+        (16, "int32", "top_logps", ""),
+        (17, "bool", "routes", ""),
+        (18, "bool", "stop", ""),
     ],
 }
 
@@ -159,7 +171,7 @@ StatusReply: Any = _message("StatusReply")
 """Health, version, queue depth, and what the server is made for."""
 
 _Record: Any = _message("Record")
-_F4, _I4 = np.dtype("<f4"), np.dtype("<i4")
+_F4, _I4, _I2 = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<i2")
 
 
 def to_message(request: SampleRequest) -> Any:
@@ -179,11 +191,14 @@ def to_message(request: SampleRequest) -> Any:
             "stream_every": request.stream_every,
             "checks_version": request.version is not None,
             "version": request.version or 0,
+            "stop": sampling.stop,
+            "top_logps": request.top_logps,
+            "routes": request.routes,
         },
     )
 
 
-def request_of(message: Any, prompt: list[int], default: SamplingOptions) -> SampleRequest:
+def request_of(message: Any, prompt: list[int], default: SamplingConfig) -> SampleRequest:
     """The ``SampleRequest`` of a ``DecodeRequest`` that has ``sampling``.
 
     Args:
@@ -199,14 +214,17 @@ def request_of(message: Any, prompt: list[int], default: SamplingOptions) -> Sam
         prompt=prompt,
         seeds=list(asked.seeds),
         max_tokens=message.max_tokens,
-        sampling=SamplingOptions(
+        sampling=SamplingConfig(
             temperature=asked.temperature or default.temperature,
             top_p=asked.top_p or default.top_p,
             top_k=asked.top_k,
             min_p=asked.min_p,
             greedy=asked.greedy,
+            stop=tuple(asked.stop),
         ),
         hidden=asked.hidden,
+        top_logps=asked.top_logps,
+        routes=asked.routes,
         stream_every=asked.stream_every,
         version=asked.version if asked.checks_version else None,
     )
@@ -228,6 +246,12 @@ def put_completion(completion: Completion, sample: Any) -> None:
         record.hidden_dtype = "bfloat16" if bfloat16 else "float32"
         record.hidden = completion.hidden.astype(completion.hidden.dtype if bfloat16 else _F4, copy=False).tobytes()
         record.logsumexp = completion.logsumexp.astype(_F4, copy=False).tobytes()
+    if completion.top_tokens is not None and completion.top_logps is not None:
+        record.top_tokens = completion.top_tokens.astype(_I4, copy=False).tobytes()
+        record.top_logps = completion.top_logps.astype(_F4, copy=False).tobytes()
+    if completion.routed_experts is not None:
+        record.routed_experts = completion.routed_experts.astype(_I2, copy=False).tobytes()
+        record.routed_shape.extend(completion.routed_experts.shape)
 
 
 def completion_of(sample: Any) -> Completion:
@@ -250,6 +274,11 @@ def completion_of(sample: Any) -> Completion:
     if record.hidden:
         flat = array("hidden", jnp.bfloat16 if record.hidden_dtype == "bfloat16" else _F4, -1)
         hidden = flat.reshape(count, -1)
+    top_tokens = array("top_tokens", _I4, -1).reshape(count, -1) if record.top_tokens else None
+    routes = None
+    if record.routed_shape:
+        shape = tuple(record.routed_shape)
+        routes = array("routed_experts", _I2, math.prod(shape)).reshape(shape)
     return Completion(
         sample=record.sample,
         tokens=np.array(sample.token_ids, np.int32),
@@ -261,4 +290,7 @@ def completion_of(sample: Any) -> Completion:
         support_offsets=offsets,
         hidden=hidden,
         logsumexp=array("logsumexp", _F4, count) if record.hidden else None,
+        top_tokens=top_tokens,
+        top_logps=None if top_tokens is None else array("top_logps", _F4, top_tokens.size).reshape(count, -1),
+        routed_experts=routes,
     )

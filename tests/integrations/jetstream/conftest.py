@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from trm_jax.data import CharTokenizer
 from trm_jax.integrations.jetstream import Failure, RolloutDriver, RolloutEngine, RolloutServer, ServerOptions, Work
 from trm_jax.models import Transformer, TransformerConfig
 from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig
@@ -28,6 +29,7 @@ EOS = (3, 12)
 CONFIG = EngineConfig(
     slots=SLOTS, prefill_rows=2, decode_chunk=CHUNK, max_prompt_length=PROMPT, max_response_length=RESPONSE
 )
+TOKENIZER = CharTokenizer("0123456789+")  # end-of-sequence 11 and padding 12 come after it
 NUMERICS = RolloutNumerics(batch_invariant=True)  # so that two engines agree to the bit, however they batch
 PATIENCE = 300.0  # seconds; a busy machine starts and compiles slowly
 
@@ -45,12 +47,20 @@ def make_params(seed: int = 0) -> Any:
 
 @functools.cache
 def slot_engine() -> SlotEngine:
-    return SlotEngine(make_model(), CONFIG, numerics=NUMERICS, eos_ids=EOS)
+    return SlotEngine(make_model(), CONFIG, numerics=NUMERICS, eos_ids=EOS, record_top_logps=3)
 
 
 @functools.cache
 def in_process() -> InProcessEngine:
-    return InProcessEngine(make_model(), CONFIG, numerics=NUMERICS, sampling=SamplingConfig(), eos_ids=EOS)
+    return InProcessEngine(
+        make_model(),
+        CONFIG,
+        numerics=NUMERICS,
+        sampling=SamplingConfig(),
+        eos_ids=EOS,
+        record_top_logps=3,
+        tokenizer=TOKENIZER,
+    )
 
 
 @functools.cache
@@ -90,12 +100,12 @@ class GatedEngine(RolloutEngine):
     def allow(self, chunks: int) -> None:
         self._permits.release(chunks)
 
-    def generate(self, params: Any, decode_state: Any) -> Any:
+    def generate(self, params: Any, decode_state: Any, steps: int | None = None) -> Any:
         while not self.open and not self._permits.acquire(timeout=0.01):
             pass
         if self.faults:
             raise self.faults.pop(0)
-        return super().generate(params, decode_state)
+        return super().generate(params, decode_state, steps)
 
 
 @dataclasses.dataclass
@@ -165,6 +175,7 @@ class Tools:
     config: EngineConfig = CONFIG
     numerics: RolloutNumerics = NUMERICS
     eos: tuple[int, ...] = EOS
+    tokenizer: CharTokenizer = TOKENIZER
     vocab: int = VOCAB
 
     def long_seeds(self, count: int) -> list[int]:

@@ -13,7 +13,6 @@ import pytest
 from jetstream.core.proto import jetstream_pb2 as pb2
 from jetstream.core.proto import jetstream_pb2_grpc as pb2_grpc
 
-from trm_jax.data import CharTokenizer
 from trm_jax.rollout import Engine, SamplingConfig
 from trm_jax.serve import (
     Access,
@@ -26,8 +25,6 @@ from trm_jax.serve import (
     wire,
 )
 from trm_jax.types import PromptBatch
-
-TOKENIZER = CharTokenizer("0123456789+")  # end-of-sequence 11 and padding 12 come after it
 
 
 def prompts(rows: int = 12, samples: int = 2) -> PromptBatch:
@@ -49,7 +46,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tools, weights):
-    with tools.serving(weights=weights, tokenizer=TOKENIZER) as server:
+    with tools.serving(weights=weights, tokenizer=tools.tokenizer) as server:
         yield server
 
 
@@ -63,6 +60,7 @@ def remote(tools, server, weights):
         eos_ids=tools.eos,
         connection=Connection(target=server.target),
         weights=weights,
+        record_top_logps=3,
     )
     yield engine
     engine.close()
@@ -79,6 +77,7 @@ def client(server):
     [
         pytest.param(SamplingConfig(), marks=pytest.mark.slow),
         SamplingConfig(top_p=0.7),
+        SamplingConfig(temperature=0.8, top_k=5, min_p=0.05, stop=("7", "12")),
         pytest.param(SamplingConfig(greedy=True), marks=pytest.mark.slow),
     ],
 )
@@ -98,12 +97,18 @@ def test_a_rollout_through_the_server_is_the_in_process_rollout_to_the_bit(tools
         np.testing.assert_array_equal(
             np.where(found.prompt_mask, found.prompt_tokens, 0), np.where(found.prompt_mask, expected.prompt_tokens, 0)
         )
-        for name in ("response_tokens", "rollout_logps", "versions", "hidden", "support"):
+        names = ("response_tokens", "rollout_logps", "versions", "hidden", "support", "top_tokens", "top_logps")
+        for name in names:
             ours, theirs = getattr(found, name), getattr(expected, name)
             assert (ours is None) == (theirs is None), name
             if ours is not None:
                 assert ours.dtype == theirs.dtype
                 np.testing.assert_array_equal(np.asarray(ours)[mask], np.asarray(theirs)[mask], err_msg=name)
+        if sampling.stop:
+            ids = [np.asarray(row)[real].tolist() for row, real in zip(found.response_tokens, mask, strict=True)]
+            ends = [any(s in tools.tokenizer.decode(row) for s in sampling.stop) for row in ids]
+            assert 0 < sum(ends) < len(ends)
+            assert np.asarray(found.finished)[ends].all()
         assert (found.temperature, found.top_p) == (expected.temperature, expected.top_p)
         np.testing.assert_array_equal(remote.head_matrix(), reference.head_matrix())
         assert remote.version == server.driver.version == version
@@ -185,7 +190,7 @@ def test_a_stock_client_gets_text_and_ids_and_an_empty_sample_at_the_end(tools, 
                 assert len(ids) <= 6
                 assert not set(ids) & set(tools.eos)
                 text = "".join(reply.text for reply in replies)
-                assert text == (TOKENIZER.decode(ids) if "text_content" in content else "")
+                assert text == (tools.tokenizer.decode(ids) if "text_content" in content else "")
 
 
 def test_a_malformed_request_is_refused_and_says_why(server, client):
@@ -219,9 +224,9 @@ def test_a_client_that_goes_away_frees_its_slots(tools, server, client):
     engine = server.driver._engine
     original = engine.generate
 
-    def gated(params, state):
+    def gated(*call):
         steps.acquire()
-        return original(params, state)
+        return original(*call)
 
     engine.generate = gated
     try:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from trm_jax.integrations.jetstream._work import Failure, Sample
-from trm_jax.serve import Chunk, Columns, FinishReason, SlotEngine
+from trm_jax.rollout import Chunk, Columns, SlotEngine
+from trm_jax.serve import FinishReason
 
 __all__ = ["deliver"]
 
@@ -29,25 +30,20 @@ def deliver(
     columns = Columns.of(np.asarray(chunk.data))
     counts, alive = columns.valid.sum(axis=1).tolist(), columns.alive.tolist()
     sound = (np.isfinite(columns.logps) | (columns.valid == 0)).all(axis=1).tolist()
-    wanted = [sample.work.request for sample in running.values()]
-    states = lse = kept = None
-    if any(request.hidden for request in wanted):
-        states, lse = np.asarray(chunk.hidden), np.asarray(chunk.logsumexp)
-    if any(request.sampling.cuts for request in wanted):
-        kept = np.asarray(chunk.support)
+    wanted = {name for sample in running.values() for name in sample.extras}
+    extras = {name: np.asarray(getattr(chunk, name)) for name in wanted}  # what nobody wants stays on the device
     freed = list[int]()
     for slot, sample in running.items():
-        count = counts[slot]
         if not sound[slot]:
             message = f"the log-prob of a sampled token is not finite under policy version {columns.versions[slot]}"
             sample.work.fail(Failure(kind="internal", message=message))
         if sample.work.ended:
             freed.append(slot)
             continue
-        count_tokens(count)
-        sample.take(columns, slot, count, (states, lse, kept))
-        if not alive[slot]:
-            ended = int(columns.tokens[slot, count - 1]) in engine.eos_ids
+        stopped = sample.take(columns, slot, counts[slot], extras)
+        count_tokens(counts[slot] if stopped is None else stopped)
+        if stopped is not None or not alive[slot]:
+            ended = stopped is not None or int(columns.tokens[slot, counts[slot] - 1]) in engine.eos_ids
             finish: FinishReason = "stop" if ended else "length"
             sample.work.send(sample.flush(finish, engine.shape.vocab_size))
             freed.append(slot)

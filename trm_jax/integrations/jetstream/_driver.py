@@ -22,15 +22,16 @@ from trm_jax.integrations.jetstream._delivery import deliver
 from trm_jax.integrations.jetstream._engine import RolloutEngine
 from trm_jax.integrations.jetstream._exchange import WeightExchange
 from trm_jax.integrations.jetstream._library import jetstream
+from trm_jax.integrations.jetstream._pace import Pace
 from trm_jax.integrations.jetstream._state import Counters, Health, QueueFull, Unavailable
 from trm_jax.integrations.jetstream._work import Failure, Outstanding, Prefilled, Sample, Work
-from trm_jax.serve import PolicyWeights, Prefix
+from trm_jax.rollout import PolicyWeights, Prefix
 
 __all__ = ["RolloutDriver"]
 
 _DRIVER: Any = jetstream().orchestrator.Driver
 _MOST_FAILURES = 3
-_RUN_AHEAD = 2  # chunks; the stock driver lets 8 steps run ahead of the host
+_GATHER = 0.003  # seconds that a prefill waits for company: one of few prompts makes the next calls one of few slots
 
 
 class RolloutDriver(_DRIVER):  # type: ignore[misc]
@@ -50,6 +51,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         self._engine, self._exchange = engine, WeightExchange(policy)
         self.counters = Counters()
         self._outstanding = Outstanding(self.counters)
+        self._pace = Pace(engine.slots.config.decode_chunk)
         self._stall_seconds = stall_seconds
         self._dead = ""
         self._in_prefill = 0
@@ -65,7 +67,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             jax_padding=False,
         )
         self._prefill_backlog.maxsize = queue_limit
-        self._detokenize_backlogs[0].maxsize = _RUN_AHEAD
+        self._detokenize_backlogs[0].maxsize = 0  # ``Pace`` bounds it
 
     def __enter__(self) -> RolloutDriver:
         return self
@@ -159,13 +161,13 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             work = self._prefill_backlog.get()
             if work is None:
                 return
+            self._in_prefill = 1
             works, last = [work], False
             with contextlib.suppress(queue.Empty):
                 while len(works) < self._engine.slots.config.prefill_rows and not last:
-                    more = self._prefill_backlog.get_nowait()
+                    more = self._prefill_backlog.get(timeout=_GATHER)
                     last = more is None
                     works += [] if last else [more]
-            self._in_prefill = 1
             works = [work for work in works if not work.ended]
             if works:
                 try:
@@ -215,8 +217,8 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
     def _decode_until_stopped(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> None:
         slots = self._generate_slots[idx]
         state = self._engine.init_decode_state()
-        step = 0
         while self.live:
+            self._pace.wait(0 if pending or self._coming(idx) else 1, lambda: self.live and not self._dead)
             fault, self._fault = self._fault, None
             if fault is not None:
                 raise fault
@@ -230,19 +232,28 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             elif slots.qsize() == self._engine.max_concurrent_decodes:
                 self._progress = time.monotonic()
                 continue
-            state, result = self._engine.generate(self._exchange.box, state)
-            result.copy_to_host_async()
-            self._put_result(idx, (step, result))
-            step += 1
+            steps = self._pace.steps(list(slots.queue))
+            try:
+                state, result = self._engine.generate(self._exchange.box, state, steps)
+                result.copy_to_host_async()
+            except BaseException:
+                self._pace.read()
+                raise
+            self._put_result(idx, ("chunk", result))
+
+    def _coming(self, idx: int) -> bool:
+        """Whether a request waits for its prefill or for a slot."""
+        queues = (self._prefill_backlog, self._transfer_backlogs[idx], self._generate_backlogs[idx])
+        return bool(self._in_prefill) or not all(waiting.empty() for waiting in queues)
 
     def _fetch(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> bool:
         """Takes prefilled requests, waiting for one under way while slots are free; False when the thread shall end."""
         slots, backlog = self._generate_slots[idx], self._generate_backlogs[idx]
         while len(pending) < slots.qsize():
             idle = slots.qsize() == self._engine.max_concurrent_decodes
-            coming = self._in_prefill or not self._prefill_backlog.empty() or not self._transfer_backlogs[idx].empty()
+            coming = self._coming(idx)
             try:
-                prefilled = backlog.get(block=bool(coming) or (idle and not pending), timeout=0.05)
+                prefilled = backlog.get(block=coming or (idle and not pending), timeout=0.05)
             except queue.Empty:
                 if self._exchange.waiting or not (coming and self.live):
                     return True
@@ -278,6 +289,9 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             if not taken:
                 continue
             started += [(slot, sample) for slot, _, sample in taken]
+            for slot, row, sample in taken:
+                self._pace.started(slot, sample.work.request.max_tokens)
+                sample.prompt = None if group.prefix.routes is None else (group.prefix.routes, row)
             starts = [
                 (slot, row, sample.seed, sample.work.request.max_tokens, sample.work.request.sampling)
                 for slot, row, sample in taken
@@ -323,3 +337,5 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             for slot in freed:
                 del running[slot]
                 slots.put_nowait(slot)
+            if kind == "chunk":
+                self._pace.read()

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from trm_jax.integrations.jetstream._library import jetstream
-from trm_jax.serve import Chunk, Columns, DecodeState, PolicyWeights, Prefix, SamplingOptions, SlotEngine
+from trm_jax.rollout import Chunk, Columns, DecodeState, PolicyWeights, Prefix, SamplingConfig, SlotEngine
 
 __all__ = ["PolicyBox", "RolloutEngine", "RolloutTokens"]
 
@@ -53,7 +53,7 @@ class RolloutEngine(_ENGINE.Engine):  # type: ignore[misc]
         slots: SlotEngine,
         *,
         tokenizer: Any = None,
-        sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.slots = slots
         self._tokenizer, self._sampling = tokenizer, sampling
@@ -72,9 +72,11 @@ class RolloutEngine(_ENGINE.Engine):  # type: ignore[misc]
         limit = self.slots.config.max_response_length
         return self.slots.insert(prefix, decode_state, [(slot, 0, next(self._seeds), limit, self._sampling)])
 
-    def generate(self, params: PolicyBox, decode_state: DecodeState) -> tuple[DecodeState, RolloutTokens]:
-        """One chunk of every slot."""
-        state, chunk = self.slots.generate(params.current, decode_state)
+    def generate(
+        self, params: PolicyBox, decode_state: DecodeState, steps: int | None = None
+    ) -> tuple[DecodeState, RolloutTokens]:
+        """One chunk of every slot; ``steps``, which the stock driver does not give, makes it shorter."""
+        state, chunk = self.slots.generate(params.current, decode_state, steps)
         bounds = Columns.bounds(self.slots.config.decode_chunk)
         ranges = {
             "tokens_idx": (0, bounds[0]),

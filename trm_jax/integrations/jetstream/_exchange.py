@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from trm_jax.integrations.jetstream._engine import PolicyBox
 from trm_jax.integrations.jetstream._state import Counters, Unavailable
-from trm_jax.serve import PolicyWeights
+from trm_jax.rollout import PolicyWeights
 
 __all__ = ["WeightExchange"]
 

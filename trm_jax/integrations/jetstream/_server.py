@@ -19,7 +19,8 @@ from trm_jax.integrations.jetstream._engine import RolloutEngine
 from trm_jax.integrations.jetstream._metrics import make_registry
 from trm_jax.integrations.jetstream._service import BearerToken, RolloutService
 from trm_jax.models import Transformer
-from trm_jax.serve import Access, SamplingOptions, SlotEngine, TextCodec, WeightDirectory
+from trm_jax.rollout import SamplingConfig, SlotEngine, TextCodec
+from trm_jax.serve import Access, Limits, WeightDirectory
 
 __all__ = ["RolloutServer", "ServerOptions"]
 
@@ -82,7 +83,7 @@ class RolloutServer:
         engine: SlotEngine,
         model: Transformer,
         *,
-        sampling: SamplingOptions,
+        sampling: SamplingConfig,
         access: Access,
         options: ServerOptions,
         tokenizer: TextCodec | None = None,
@@ -163,7 +164,7 @@ class RolloutServer:
             self.engine,
             tokenizer=self._tokenizer,
             sampling=self._sampling,
-            limits=self.engine.limits(samples=self._options.max_samples),
+            limits=Limits.of(self.engine, samples=self._options.max_samples, stop=self._tokenizer is not None),
             stream_every=self._options.stream_every,
             load=self.load,
             registry=registry,

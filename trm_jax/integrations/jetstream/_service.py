@@ -16,16 +16,8 @@ from trm_jax.integrations.jetstream._driver import RolloutDriver
 from trm_jax.integrations.jetstream._metrics import metrics_text
 from trm_jax.integrations.jetstream._state import QueueFull, Unavailable
 from trm_jax.integrations.jetstream._work import Failure, Work
-from trm_jax.serve import (
-    Completion,
-    Limits,
-    SampleRequest,
-    SamplingOptions,
-    SlotEngine,
-    TextCodec,
-    WeightsRefused,
-    wire,
-)
+from trm_jax.rollout import SamplingConfig, SlotEngine, TextCodec
+from trm_jax.serve import Completion, Limits, SampleRequest, WeightsRefused, wire
 
 __all__ = ["BearerToken", "RolloutService"]
 
@@ -53,7 +45,7 @@ class RolloutService:
         engine: SlotEngine,
         *,
         tokenizer: TextCodec | None,
-        sampling: SamplingOptions,
+        sampling: SamplingConfig,
         limits: Limits,
         stream_every: int,
         load: Callable[[int, bool], None],
@@ -107,7 +99,7 @@ class RolloutService:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        work = Work(request, emit)
+        work = Work(request, emit, self._tokenizer)
         try:
             self._driver.place(work)
         except QueueFull as error:
@@ -187,6 +179,9 @@ class RolloutService:
             numerics=self._engine.numerics_json(),
             eos_ids=self._engine.eos_ids,
             hidden=limits.hidden,
+            top_logps=limits.top_logps,
+            routes=limits.routes,
+            stop=limits.stop,
         )
 
     async def load(self, message: Any, context: grpc.aio.ServicerContext) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 
 from trm_jax.integrations.jetstream._library import jetstream
 from trm_jax.integrations.jetstream._state import Counters
-from trm_jax.serve import Columns, Completion, FinishReason, PolicyWeights, Prefix, SampleRequest
+from trm_jax.rollout import Columns, PolicyWeights, Prefix, StopStrings, TextCodec
+from trm_jax.serve import Completion, FinishReason, SampleRequest
 
 __all__ = ["Failure", "Outstanding", "Prefilled", "Sample", "Work"]
 
@@ -37,15 +38,21 @@ class Work(_ACTIVE):  # type: ignore[misc]
     Args:
       request: checked against the engine's limits.
       emit: takes each ``Completion`` and at most one ``Failure``; called from the driver's threads, must not block.
+      tokenizer: finds the request's stop strings; needed when it has some.
     """
 
     __hash__ = object.__hash__  # a dataclass that compares by value has none
     __eq__ = object.__eq__
 
-    def __init__(self, request: SampleRequest, emit: Callable[[Completion | Failure], None]) -> None:
+    def __init__(
+        self,
+        request: SampleRequest,
+        emit: Callable[[Completion | Failure], None],
+        tokenizer: TextCodec | None = None,
+    ) -> None:
         super().__init__(max_tokens=request.max_tokens, return_channel=None)
         self.request = request
-        self.samples = [Sample(self, i, seed) for i, seed in enumerate(request.seeds)]
+        self.samples = [Sample(self, i, seed, tokenizer) for i, seed in enumerate(request.seeds)]
         self._emit = emit
         self._left = len(self.samples)
         self._lock = threading.Lock()
@@ -95,29 +102,55 @@ class Sample:
       work: the request.
       index: place among its samples.
       seed: its own.
+      tokenizer: as in ``Work``.
+
+    Attributes:
+      extras: the chunk's arrays that are wanted besides its columns.
+      prompt: set when it starts: the routes of its prefill and its row there, or None.
     """
 
-    def __init__(self, work: Work, index: int, seed: int) -> None:
+    def __init__(self, work: Work, index: int, seed: int, tokenizer: TextCodec | None) -> None:
         self.work, self.index, self.seed = work, index, seed
+        self.prompt: tuple[Any, int] | None = None
         self._parts: list[tuple[Columns, int, int]] = []
-        self._extras: list[tuple[Any, Any, Any]] = []
+        self._arrays: list[dict[str, np.ndarray]] = []
         self._waiting = 0
+        request = work.request
+        self._watch: StopStrings | None = None
+        if request.sampling.stop:
+            assert tokenizer is not None
+            self._watch = StopStrings(tokenizer, request.sampling.stop)
+        self.extras = tuple(
+            name
+            for name, wanted in (
+                ("hidden", request.hidden),
+                ("logsumexp", request.hidden),
+                ("support", request.sampling.cuts),
+                ("top_tokens", request.top_logps),
+                ("top_logps", request.top_logps),
+                ("routes", request.routes),
+            )
+            if wanted
+        )
 
-    def take(self, columns: Columns, slot: int, count: int, extras: tuple[Any, Any, Any]) -> None:
-        """Notes that a chunk holds ``count`` tokens of this sample.
+    def take(self, columns: Columns, slot: int, count: int, extras: dict[str, np.ndarray]) -> int | None:
+        """Notes that a chunk holds tokens of this sample.
 
         Args:
           columns: the chunk; kept, it is small and every slot's.
           slot: the sample's.
           count: its tokens there, at the front.
-          extras: hidden states, log-sum-exp and support bits of all slots, or None each; the sample's part is copied.
+          extras: arrays of all slots by name; the sample's part is copied.
+
+        Returns:
+          How many of them belong to it because a stop string ends there, or None.
         """
-        request = self.work.request
-        wanted = (request.hidden, request.hidden, request.sampling.cuts)
-        parts = [array[slot, :count].copy() if want else None for array, want in zip(extras, wanted, strict=True)]
+        stopped = None if self._watch is None else self._watch.take(columns.tokens[slot, :count].tolist())
+        count = count if stopped is None else stopped
         self._parts.append((columns, slot, count))
-        self._extras.append((parts[0], parts[1], parts[2]))
+        self._arrays.append({name: extras[name][slot, :count].copy() for name in self.extras})
         self._waiting += count
+        return stopped
 
     def due(self) -> bool:
         """Whether enough tokens wait to be sent before the sample has ended."""
@@ -125,35 +158,44 @@ class Sample:
 
     def flush(self, finish: FinishReason, vocab_size: int) -> Completion:
         """The waiting tokens, in one piece."""
-        parts, extras = self._parts, self._extras
-        self._parts, self._extras, self._waiting = [], [], 0
-        request = self.work.request
+        parts, arrays = self._parts, self._arrays
+        self._parts, self._arrays, self._waiting = [], [], 0
 
         def joined(name: str) -> np.ndarray:
             return np.concatenate([getattr(columns, name)[slot, :n] for columns, slot, n in parts])
 
-        hidden = logsumexp = tokens = offsets = None
-        if request.hidden:
-            hidden = np.concatenate([states for states, _, _ in extras])
-            logsumexp = np.concatenate([lse for _, lse, _ in extras])
-        if request.sampling.cuts:
-            bits = np.concatenate([bits for _, _, bits in extras])
-            kept = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
+        extras = {name: np.concatenate([part[name] for part in arrays]) for name in self.extras}
+        tokens = offsets = None
+        if "support" in extras:
+            kept = np.unpackbits(extras["support"], axis=1, count=vocab_size, bitorder="little")
             tokens = np.nonzero(kept)[1].astype(np.int32)
             offsets = np.concatenate([[0], np.cumsum(kept.sum(axis=1, dtype=np.int64))]).astype(np.int32)
-        versions = [np.full(n, columns.versions[slot], np.int32) for columns, slot, n in parts]
         return Completion(
             sample=self.index,
             tokens=joined("tokens"),
             logps=joined("logps"),
             model_logps=joined("model_logps"),
-            versions=np.concatenate(versions),
+            versions=np.concatenate([np.full(n, columns.versions[slot], np.int32) for columns, slot, n in parts]),
             finish=finish,
             support_tokens=tokens,
             support_offsets=offsets,
-            hidden=hidden,
-            logsumexp=logsumexp,
+            hidden=extras.get("hidden"),
+            logsumexp=extras.get("logsumexp"),
+            top_tokens=self._top(extras.get("top_tokens")),
+            top_logps=self._top(extras.get("top_logps")),
+            routed_experts=self._with_prompt(extras.get("routes")),
         )
+
+    def _top(self, array: np.ndarray | None) -> np.ndarray | None:
+        """As many as were asked for of those that the engine records."""
+        return None if array is None else array[:, : self.work.request.top_logps]
+
+    def _with_prompt(self, routes: np.ndarray | None) -> np.ndarray | None:
+        """The first piece's routes, after those of the prompt but its last token, which decoding runs again."""
+        if routes is None or self.prompt is None:
+            return routes
+        (of_all, row), self.prompt = self.prompt, None
+        return np.concatenate([np.asarray(of_all)[row, : len(self.work.request.prompt) - 1], routes])
 
 
 class Outstanding:

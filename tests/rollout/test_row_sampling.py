@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax.rollout import SamplingConfig, nucleus, sample
-from trm_jax.serve import RowSampling, row_support, sample_rows
+from trm_jax.rollout import RowSampling, SamplingConfig, row_support, sample_rows
 
 
 def rows(count: int, **options) -> RowSampling:
@@ -56,12 +55,6 @@ def test_the_support_is_the_one_of_the_definition(seed):
     assert found[-1].sum() == 1
 
 
-def test_with_top_p_alone_the_support_is_the_nucleus():
-    logps = jnp.asarray(log_probs(64, 17, 5))
-    for top_p in (0.3, 0.9, 0.999):
-        np.testing.assert_array_equal(row_support(logps, rows(64, top_p=top_p)), nucleus(logps, top_p))
-
-
 def test_a_batch_of_different_rows_is_drawn_as_each_row_alone():
     configs = [
         SamplingConfig(),
@@ -77,19 +70,17 @@ def test_a_batch_of_different_rows_is_drawn_as_each_row_alone():
         top_p=[c.top_p for c in configs],
         greedy=[c.greedy for c in configs],
     )
+    scaled = logps.astype(np.float64) / np.array([c.temperature for c in configs])[:, None]
+    scaled = jnp.asarray(scaled - np.log(np.exp(scaled).sum(1, keepdims=True)), jnp.float32)
     drawn = set()
     for step in range(6):
         steps = jnp.full(len(configs), step)
-        token, logp, support = sample_rows(jnp.asarray(logps), seeds, steps, mixed)
-        kept = np.unpackbits(np.asarray(support), axis=1, count=29, bitorder="little").astype(bool)
+        token, logp, support = sample_rows(scaled, seeds, steps, mixed)
         for row, config in enumerate(configs):
-            scaled = logps[row].astype(np.float64) / config.temperature
-            scaled = jnp.asarray(scaled - np.log(np.exp(scaled).sum()), jnp.float32)[None]
             one = slice(row, row + 1)
-            expected, expected_logp, expected_kept = sample(scaled, seeds[one], steps[one], config)
-            assert int(token[row]) == int(expected[0])
-            np.testing.assert_allclose(logp[row], expected_logp[0], atol=2e-6)  # a softmax in float32, logits of a few
-            np.testing.assert_array_equal(kept[row], True if expected_kept is None else expected_kept[0])
+            expected = sample_rows(scaled[one], seeds[one], steps[one], RowSampling.of(config, 1))
+            for found, alone in zip((token, logp, support), expected, strict=True):
+                np.testing.assert_array_equal(found[row], alone[0])
             drawn.add((row, int(token[row])))
     assert len(drawn) > len(configs)  # the draws differ from step to step
 
