@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,32 +9,36 @@ import pytest
 from trm_jax.models import ComputeConfig, TransformerConfig, init_cache
 
 INT8 = ComputeConfig(kv_cache_dtype="int8")
-SHAPE = TransformerConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4, d_ff=16)
+SHAPE = TransformerConfig(vocab_size=11, d_model=16, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=4, d_ff=16)
 
 
-def layer(rows: int = 1, length: int = 3, compute: ComputeConfig = INT8):
-    """One layer's empty cache."""
-    return jax.tree.map(lambda x: x[0], init_cache(SHAPE, rows, length, compute))
+LAYER = jnp.int32(1)
+
+
+def empty(rows: int = 1, length: int = 3, compute: ComputeConfig = INT8):
+    return init_cache(SHAPE, rows, length, compute)
 
 
 def test_rounding_by_hand():
     # Head 0: largest 1.27, scale .01: 127, -50, 0 (.004 is .4 of a step), 1. Head 1: all zeros come back as zeros.
     x = jnp.array([[[[1.27, -0.5, 0.004, 0.006], [0.0, 0.0, 0.0, 0.0]]]])
-    kept = layer().put(x, -x, jnp.array([[1]]))
+    kept = empty().put(x, -x, LAYER, jnp.array([[1]]))
     assert kept.key.dtype == kept.value.dtype == jnp.int8
-    assert kept.key[0, 1].tolist() == [[127, -50, 0, 1], [0, 0, 0, 0]]
-    np.testing.assert_allclose(kept.key_scale[0, 1], [0.01, 1.0], rtol=1e-6)
-    key, value = kept.read(jnp.dtype("float32"))
+    assert kept.key[1, 0, 1].tolist() == [[127, -50, 0, 1], [0, 0, 0, 0]]
+    np.testing.assert_allclose(kept.key_scale[1, 0, 1], [0.01, 1.0], rtol=1e-6)
+    key, value = kept.read(LAYER, jnp.dtype("float32"))
     np.testing.assert_allclose(key[0, 1, 0], [1.27, -0.5, 0.0, 0.01], rtol=1e-6)
     np.testing.assert_array_equal(value, -key)
     assert (np.asarray(key)[0, [0, 2]] == 0).all()  # the other positions
+    assert not np.asarray(kept.key[0]).any()  # the other layer
 
 
 def test_every_value_is_within_half_a_step_of_float64():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 5, 2, 4)) * 10.0 ** rng.integers(-4, 4, (2, 5, 2, 1))
     position = np.broadcast_to(np.arange(5), (2, 5))
-    key, _ = layer(2, 5).put(jnp.asarray(x, jnp.float32), jnp.asarray(x, jnp.float32), position).read(jnp.float32)
+    given = jnp.asarray(x, jnp.float32)
+    key, _ = empty(2, 5).put(given, given, LAYER, position).read(LAYER, jnp.float32)
     step = np.abs(x).max(-1, keepdims=True) / 127
     error = np.abs(np.asarray(key, np.float64) - x) / step
     assert error.max() <= 0.5 + 1e-4  # float32's own rounding of the quotient
@@ -44,22 +47,22 @@ def test_every_value_is_within_half_a_step_of_float64():
 
 def test_a_nan_is_not_hidden_and_positions_past_the_end_are_lost():
     x = jnp.ones((1, 1, 2, 4)).at[0, 0, 0, 2].set(jnp.nan)
-    key, _ = layer().put(x, x, jnp.array([[2]])).read(jnp.dtype("float32"))
+    key, _ = empty().put(x, x, LAYER, jnp.array([[2]])).read(LAYER, jnp.dtype("float32"))
     assert np.isnan(key[0, 2, 0]).all()
     np.testing.assert_allclose(key[0, 2, 1], 1.0, rtol=1e-6)
-    lost = layer().put(x, x, jnp.array([[3]]))
+    lost = empty().put(x, x, LAYER, jnp.array([[3]]))
     assert not np.asarray(lost.key).any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cache_may_be_of_another_type_than_the_arithmetic(dtype):
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
-    cache = layer(compute=ComputeConfig(dtype=dtype, kv_cache_dtype=other))
+    cache = empty(compute=ComputeConfig(dtype=dtype, kv_cache_dtype=other))
     x = jnp.full((1, 1, 2, 4), 1.001, dtype)
-    kept = cache.put(x, x, jnp.array([[0]]))
+    kept = cache.put(x, x, LAYER, jnp.array([[0]]))
     assert kept.key.dtype == other
     assert kept.key_scale is None
-    assert kept.read(jnp.dtype(dtype))[0].dtype == dtype
+    assert kept.read(LAYER, jnp.dtype(dtype))[0].dtype == dtype
 
 
 @pytest.mark.parametrize(

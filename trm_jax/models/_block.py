@@ -69,9 +69,9 @@ def run_blocks(
     for stacked in groups:
         count = jax.tree.leaves(stacked)[0].shape[0]
         layers = jnp.arange(first, first + count)
-        kv = cache if len(groups) == 1 else jax.tree.map(lambda x: x[first : first + count], cache)  # noqa: B023
         routes = routed_experts if "router" in stacked else None
-        stream, per_layer = jax.lax.scan(step, stream, (stacked, layers, kv, routes))
+        # The cache is carried: as an input and an output of every layer it would be copied whole at every call.
+        (stream, cache), per_layer = jax.lax.scan(step, (stream, cache), (stacked, layers, routes))
         found.append(per_layer)
         first += count
 
@@ -81,8 +81,8 @@ def run_blocks(
             return parts[0] if parts else None
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
-    kv, experts, margins, states = (joined(list(parts)) for parts in zip(*found, strict=True))
-    return stream, kv, experts, margins, states
+    experts, margins, states = (joined(list(parts)) for parts in zip(*found, strict=True))
+    return stream, cache, experts, margins, states
 
 
 def _rematerialised(step: Callable[..., Any], remat: RematPolicy) -> Callable[..., Any]:
@@ -95,18 +95,18 @@ def _rematerialised(step: Callable[..., Any], remat: RematPolicy) -> Callable[..
 
 
 def _block(
-    stream: Float[Array, "N D"],
-    xs: tuple[dict[str, Any], Array, KVCache | None, Array | None],
+    carry: tuple[Float[Array, "N D"], KVCache | None],
+    xs: tuple[dict[str, Any], Array, Array | None],
     *,
     context: BlockContext,
     layer_states: bool,
-) -> tuple[Array, tuple[KVCache | None, Array | None, Array | None, Array | None]]:
+) -> tuple[tuple[Array, KVCache | None], tuple[Array | None, Array | None, Array | None]]:
     """One block: attention and feed-forward, each around a residual connection."""
-    block, layer, kv, routes = xs
+    (stream, cache), (block, layer, routes) = carry, xs
     config, compute, positions = context.config, context.compute, context.positions
     batch, length = positions.shape
     # The two forms of latent attention round differently, so arithmetic that must agree everywhere uses one of them.
-    absorbed = config.latent is not None and (kv is not None or compute.batch_invariant)
+    absorbed = config.latent is not None and (cache is not None or compute.batch_invariant)
 
     def project(x: Array, position: Array, weights: dict[str, Any]) -> tuple[Array, Array, Array]:
         normed = rms_norm(x, weights["attention_norm"], config.norm_eps)
@@ -130,9 +130,9 @@ def _block(
         return y.reshape(batch, length, *y.shape[1:])
 
     q, k, v = map(by_row, rowwise(project, compute, (stream, positions.reshape(-1)), (block,)))
-    if kv is not None:
-        kv = kv.put(k, v, positions)
-        k, v = kv.read(compute.jnp_dtype)
+    if cache is not None:
+        cache = cache.put(k, v, layer, positions)
+        k, v = cache.read(layer, compute.jnp_dtype)
     keys = jnp.concatenate([v, k], axis=-1) if absorbed else k
     mixed = attend(q, keys, v, context.allowed, compute, scale=score_scale(config))
     jitter = None
@@ -142,7 +142,7 @@ def _block(
     mixed = mixed.reshape(batch * length, *mixed.shape[2:])
     new, chosen, margin = rowwise(finish, compute, (stream, mixed, jitter, forced), (block,))
     chosen, margin = (None if y is None else by_row(y) for y in (chosen, margin))
-    return new, (kv, chosen, margin, by_row(stream) if layer_states else None)
+    return (new, cache), (chosen, margin, by_row(stream) if layer_states else None)
 
 
 def _router_noise(seeds: Array, positions: Array, layer: Array, n_experts: int) -> Float[Array, "N E"]:

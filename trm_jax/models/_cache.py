@@ -31,13 +31,13 @@ class KVCache:
     key_scale: Array | None = None
     value_scale: Array | None = None
 
-    def put(self, key: Array, value: Array, position: Array) -> KVCache:
-        """One layer's cache with keys and values ``[B, Q, K, h]`` of positions ``[B, Q]``; those past its end are lost.
+    def put(self, key: Array, value: Array, layer: Array, position: Array) -> KVCache:
+        """With a layer's keys and values ``[B, Q, K, h]`` of positions ``[B, Q]``; those past its end are lost.
 
         Int8 values are rounded to the nearest of ``scale · {-127 .. 127}`` with ``scale = max|x| / 127`` over a
         position's head.
         """
-        at = (jnp.arange(position.shape[0])[:, None], position)
+        at = (layer, jnp.arange(position.shape[0])[:, None], position)
 
         def written(old: Array, new: Array) -> Array:
             return old.at[at].set(new.astype(old.dtype), mode="drop")
@@ -52,11 +52,12 @@ class KVCache:
             written(self.value_scale, value_scale),
         )
 
-    def read(self, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Keys and values as arrays of ``dtype``."""
-        if self.key_scale is None or self.value_scale is None:
-            return self.key.astype(dtype), self.value.astype(dtype)
-        pairs = ((self.key, self.key_scale), (self.value, self.value_scale))
+    def read(self, layer: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """A layer's keys and values ``[B, S, K, h]`` as arrays of ``dtype``."""
+        one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), self)
+        if one.key_scale is None or one.value_scale is None:
+            return one.key.astype(dtype), one.value.astype(dtype)
+        pairs = ((one.key, one.key_scale), (one.value, one.value_scale))
         key, value = ((x.astype(jnp.float32) * scale[..., None]).astype(dtype) for x, scale in pairs)
         return key, value
 
