@@ -51,6 +51,9 @@ def without_training(on_the_toy, monkeypatch):
         def resume(self):
             return False
 
+        def close(self):
+            pass
+
         def run(self, *, on_step, should_stop):
             while self.step < self.config.steps:
                 self.train_step()

@@ -2,6 +2,7 @@
 
 from trm_jax.serve import wire as wire
 from trm_jax.serve._access import Access as Access
+from trm_jax.serve._access import read_token as read_token
 from trm_jax.serve._client import Connection as Connection
 from trm_jax.serve._client import RolloutClient as RolloutClient
 from trm_jax.serve._client import ServingError as ServingError
@@ -14,6 +15,7 @@ from trm_jax.serve._programs import DecodeState as DecodeState
 from trm_jax.serve._programs import PolicyWeights as PolicyWeights
 from trm_jax.serve._programs import Prefix as Prefix
 from trm_jax.serve._remote import RemoteEngine as RemoteEngine
+from trm_jax.serve._remote import check_server as check_server
 from trm_jax.serve._requests import Completion as Completion
 from trm_jax.serve._requests import FinishReason as FinishReason
 from trm_jax.serve._requests import Limits as Limits
