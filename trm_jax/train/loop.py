@@ -248,8 +248,8 @@ class TrainRun:
             "memory/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if record["optim/skipped"]:
-            answered = np.asarray(batch.scored.response_mask).any(axis=1)
-            why = skip_reason(sampled.by_group, np.asarray(batch.corrected.sequence_keep), answered)
+            keep, answered = np.asarray(batch.corrected.sequence_keep), np.any(np.asarray(fresh.response_mask), axis=1)
+            why = skip_reason(sampled.by_group, keep, np.asarray(answered))
             self._note(f"step {self._step}: update skipped, the optimizer is untouched: {why}.")
         return record
 

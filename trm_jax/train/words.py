@@ -124,9 +124,9 @@ def _refuse_long_demonstrations(problems: Sequence[Problem], tokenizer: Tokenize
     long = [problem.name for problem, length in zip(problems, lengths, strict=True) if length > limit]
     if long:
         raise ValueError(
-            f"warmstart.steps={config.warmstart.steps}: {len(long)} of {len(problems)} worked solutions do not fit, with "
-            f"their prompt, into rollout.max_prompt_length + max_response_length = {limit} tokens, first {long[0]}; the "
-            f"longest takes {max(lengths)}. Raise max_response_length, or set warmstart.steps=0."
+            f"warmstart.steps={config.warmstart.steps}: {len(long)} of {len(problems)} worked solutions do not fit, "
+            f"with their prompt, into rollout.max_prompt_length + max_response_length = {limit} tokens, first "
+            f"{long[0]}; the longest takes {max(lengths)}. Raise max_response_length, or set warmstart.steps=0."
         )
 
 
