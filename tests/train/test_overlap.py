@@ -56,6 +56,7 @@ def test_at_staleness_0_sampling_in_a_thread_changes_no_bit(learns, make_config)
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts-ahead"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("minibatches", "staleness"), [(1, 2), (2, 4)])
 def test_what_runs_ahead_ends_with_the_bits_of_what_is_held_back(learns, monkeypatch, minibatches, staleness):
     """Two steps ahead in a thread, and two steps' updates held back in turn; whichever side is the slow one."""
@@ -77,6 +78,7 @@ def test_what_runs_ahead_ends_with_the_bits_of_what_is_held_back(learns, monkeyp
         assert bits(ahead.params) == bits(held_back.params)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_while_batches_waited_ends_with_the_same_bits(learns, same_run, tmp_path):
     changes = {"rollout.max_staleness": 3, "checkpoint.every": 1}
     whole = learns("whole", changes)
@@ -133,6 +135,7 @@ def test_a_group_with_a_sample_that_is_too_old_is_left_out_and_counted(learns):
     assert run._sampled_tokens == plain._sampled_tokens
 
 
+@pytest.mark.slow
 def test_in_turn_no_sample_is_older_than_it_was_told_to_be(learns):
     """What the bound is when nothing runs ahead: the lag. An engine that lies about its weights is found out."""
     run = learns("lied", {"steps": 3, "rollout.lag": 1})

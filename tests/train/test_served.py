@@ -199,9 +199,10 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_runs(program, fold
         assert code == 2
         assert "the server has numerics=" in err
         assert err.count("\n") == 1
-        first = program.start("train", "tiny.toml", "steps=2000", ENGINE, *options)
+        other = f"{name}_first"
+        first = program.start("train", "tiny.toml", "steps=2000", ENGINE, *options, f"directory={other}")
         try:
-            program.wait_for_step(first, seed_folder(folder / name) / "metrics.jsonl", 1)
+            program.wait_for_step(first, seed_folder(folder / other) / "metrics.jsonl", 1)
             code, _, err = program.run("train", "tiny.toml", ENGINE, *options, f"directory={name}_second")
         finally:
             first.kill()
