@@ -216,7 +216,7 @@ def test_a_malformed_override_shows_how_it_is_written(text):
         ("rollout.address=host:0", ["rollout", "address='host:0'", "host:port"]),
         ("rollout.address=host:70000", ["rollout", "address='host:70000'"]),
         ("rollout.address=host:80", ["rollout", "weights=''", "--weights"]),
-        ("rollout.weights=w", ["rollout", "weights", "address is missing"]),
+        ("rollout.weights=w", ["rollout", "weights", "no address is given"]),
         ("optimizer.learning_rate=0.0", ["optimizer", "learning_rate=0.0"]),
         ("optimizer.learning_rate=inf", ["optimizer", "learning_rate=inf", "finite"]),
         ("optimizer.learning_rate=nan", ["optimizer", "learning_rate=nan"]),
