@@ -74,7 +74,7 @@ def test_it_can_be_read_by_a_screen_reader(job: Job):
     page = _Page(render_html(collect(job())))
     assert dict(page.tags)["html"]["lang"] == "en"
     images = [attrs for tag, attrs in page.tags if tag == "img"]
-    assert len(images) == 10
+    assert len(images) == 11
     assert all(attrs["alt"] for attrs in images)
     accuracy = images[0]["alt"]
     assert accuracy.startswith("held-out accuracy over steps: zero mismatch from 25.0% to 84.0%; lag only")
