@@ -60,7 +60,13 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     ("command", "words"),
     [
         ((), ["train", "eval", "serve", "report", "fetch", "tasks", "options"]),
-        (("train",), ["TOML", "section.key=value", "--arm", "--resume", "--check", "Ctrl-C", "arms.cis.rollout.lag=2"]),
+        (
+            ("train",),
+            [
+                *("TOML", "section.key=value", "--arm", "--resume", "--check", "Ctrl-C", "arms.cis.rollout.lag=2"),
+                *("rollout.address=HOST:PORT", "rollout.max_staleness=1"),
+            ],
+        ),
         (
             ("eval",),
             [

@@ -61,7 +61,7 @@ TABLE: dict[str, Room] = {
     "evaluation": _room("types", "models", "rollout", "data", "report", third=ARRAYS | {"flax", "rich"}),
     "train": _room(
         *(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("checkpoint", "data", "report", "evaluation"),
+        *("checkpoint", "data", "report", "evaluation", "serve"),
         third=ARRAYS | {"cattrs", "flax", "optax", "orbax", "rich", "tyro"},
     ),
     "serve": _room(*LEAVES, "checkpoint", "models", "rollout", third=ARRAYS | {"flax", "google", "grpc"}),

@@ -52,6 +52,7 @@ def rows_of(
             "optim/skipped": 0,
             "policy/entropy": 1.0 - step / 50,
             "rollout/staleness_mean": staleness,
+            "rollout/dropped_groups": 0.0,
         }
         if step % 5 == 0:
             row["accuracy/heldout"] = accuracy

@@ -86,7 +86,7 @@ def test_empty_and_idle_panels_are_left_out_and_said(job: Job):
     panels, left_out = drawable_panels(data)
     assert panels["Learning"] == ("accuracy/heldout", "reward/mean")
     assert "correction/token_keep_fraction" not in panels["Correction"]
-    assert left_out == ("tokens kept: not recorded",)
+    assert left_out == ("tokens kept: not recorded", "prompts dropped: 0 in every arm at every step")
     idle = [arm for arm in data.arms if arm.role != "corrected"]
     panels, left_out = drawable_panels(type(data)(title="", command="", created="", arms=tuple(idle), problems=()))
     assert "Correction" not in panels

@@ -110,6 +110,16 @@ def test_a_correction_that_did_nothing_or_harm_is_said_to(job: Job):
     assert not any("of what was lost" in line for line in correction.details)
 
 
+def test_prompts_that_were_left_out_for_their_age_are_counted(job: Job):
+    root = job()
+    path = root / "arms" / "trm" / "seed0" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["rollout/dropped_groups"], rows[4]["rollout/dropped_groups"] = 3, 2.0
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    details = _answers(root)[2].details
+    assert details[0].endswith("kept 90.0% of the sequences and left out 5 prompts whose samples were too old.")
+
+
 def test_skipped_updates_are_counted(job: Job):
     root = job()
     path = root / "arms" / "trm" / "seed0" / "metrics.jsonl"

@@ -74,7 +74,7 @@ def test_it_can_be_read_by_a_screen_reader(job: Job):
     page = _Page(render_html(collect(job())))
     assert dict(page.tags)["html"]["lang"] == "en"
     images = [attrs for tag, attrs in page.tags if tag == "img"]
-    assert len(images) == 10
+    assert len(images) == 11
     assert all(attrs["alt"] for attrs in images)
     accuracy = images[0]["alt"]
     assert accuracy.startswith("held-out accuracy over steps: zero mismatch from 25.0% to 84.0%; lag only")
@@ -92,7 +92,7 @@ def test_it_says_what_was_run_what_came_out_and_what_the_words_mean(job: Job):
     assert "Lag alone lowered the final accuracy" in text
     assert "81.6–86.1%" in text  # Wilson's interval of 840 right of 1,000
     assert all(metric.meaning in text for metric in METRICS.values())
-    assert "Not drawn: tokens kept: not recorded." in text
+    assert "Not drawn: tokens kept: not recorded; prompts dropped: 0 in every arm at every step." in text
     assert "rollout.lag" in text
     assert "optim.rate" not in text.split("All settings of")[0]
 

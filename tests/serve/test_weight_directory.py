@@ -60,3 +60,20 @@ def test_a_version_is_a_number_and_no_path(tmp_path):
     for version in (-1, 10**8):
         with pytest.raises(ValueError, match="must lie in"):
             WeightDirectory(tmp_path).read(version, params(0))
+
+
+def test_a_directory_has_one_writer_who_finds_it_empty(tmp_path):
+    directory = WeightDirectory(tmp_path / "weights")
+    with directory.owned():
+        directory.publish(3, params(3))
+        with pytest.raises(ValueError, match="another trainer writes its weights to"), directory.owned():
+            pass
+        assert directory.versions() == [3]
+    with WeightDirectory(tmp_path / "weights").owned():  # an earlier run's version could pass for this one's
+        assert directory.versions() == []
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ValueError, match="cannot write to the weight directory"),
+        WeightDirectory(tmp_path / "file").owned(),
+    ):
+        pass

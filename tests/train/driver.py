@@ -5,15 +5,17 @@ The toy stands in for a real task because a test needs seconds: one digit is ask
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trm_jax import checkpoint, cli
+from trm_jax import checkpoint, cli, train
 from trm_jax.data import CharTokenizer, Problem
 from trm_jax.report import JsonlWriter
 from trm_jax.train import arms
@@ -101,18 +103,58 @@ def _signal_after(where: str) -> None:
     JsonlWriter.write = write_and_signal
 
 
+def _at_every_reply(act: Callable[[int], Any]) -> None:
+    """Has a server await ``act(n)`` before its ``n``-th reply to a request for samples; each holds one sample."""
+    from trm_jax.integrations.jetstream import _service
+
+    decode, count = _service.RolloutService.decode, itertools.count(1)
+
+    async def decode_and_act(self: Any, message: Any, context: Any) -> Any:
+        async for reply in decode(self, message, context):
+            await act(next(count))
+            yield reply
+
+    _service.RolloutService.decode = decode_and_act
+
+
+def _kill_before_reply(which: str) -> None:
+    """SIGKILL of a server before that reply."""
+
+    async def act(n: int) -> None:
+        if n == int(which):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _at_every_reply(act)
+
+
+def _delay_replies(seconds: str) -> None:
+    """A slow server."""
+
+    async def act(n: int) -> None:
+        await asyncio.sleep(float(seconds) * (n % 3))
+
+    _at_every_reply(act)
+
+
+OPTIONS = {
+    "--kill-in-save": _kill_in_save,
+    "--signal": _signal_after,
+    "--kill-before-reply": _kill_before_reply,
+    "--delay-replies": _delay_replies,
+}
+
+
 def main(argv: list[str]) -> int:
-    """``driver.py [--kill-in-save=STEP] [--signal=NAME@STAGE@STEP] ARGUMENTS...``, the rest as ``trm-jax`` has it."""
+    """``driver.py [OPTION=VALUE]... ARGUMENTS...``, the rest as ``trm-jax`` has it."""
+    train.open_experiment = _open_toy
     arms.open_experiment = _open_toy
     arms.check_experiment = lambda config: None
     arms.write_report = lambda root: root / "report.html"
     rest = []
     for text in argv:
         option, _, value = text.partition("=")
-        if option == "--kill-in-save":
-            _kill_in_save(value)
-        elif option == "--signal":
-            _signal_after(value)
+        if option in OPTIONS:
+            OPTIONS[option](value)
         else:
             rest.append(text)
     return cli.main(rest)

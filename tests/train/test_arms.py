@@ -29,7 +29,7 @@ from trm_jax.train import (
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.load import load_config
 from trm_jax.train.loop import RunOutcome
-from trm_jax.train.records import lock_root
+from trm_jax.train.records import RunRecords, lock_root
 from trm_jax.train.warmstart import warm_start, warmstart_directory
 
 
@@ -50,6 +50,9 @@ def without_training(on_the_toy, monkeypatch):
 
         def resume(self):
             return False
+
+        def close(self):
+            pass
 
         def run(self, *, on_step, should_stop):
             while self.step < self.config.steps:
@@ -94,6 +97,23 @@ def tokens_in(root: Path, arm: str) -> int:
     """Response tokens by the run's own metrics: mean length times the eight rows of a step."""
     lines = (root / "arms" / arm / "seed0" / "metrics.jsonl").read_text().splitlines()
     return round(sum(8 * json.loads(line)["rollout/response_length_mean"] for line in lines))
+
+
+def test_where_samples_come_from_is_no_part_of_a_run_and_how_old_they_may_be_is(make_config, config_of, tmp_path):
+    arm = config_of().arms[0]
+    RunRecords(tmp_path, arm, make_config({"rollout.lag": 0})).begin()
+    server = {
+        "rollout.lag": 0,
+        "rollout.address": "elsewhere:80",
+        "rollout.weights": "w",
+        "rollout.certificate": "c",
+        "rollout.token_file": "t",
+        "rollout.patience": 5.0,
+    }
+    RunRecords(tmp_path, arm, make_config(server)).check()
+    for key, value in (("max_staleness", 4), ("lag", 1), ("record_hidden", False)):
+        with pytest.raises(ValueError, match=rf"another configuration \(rollout\.{key} differ\)"):
+            RunRecords(tmp_path, arm, make_config(server | {f"rollout.{key}": value})).check()
 
 
 @pytest.mark.slow

@@ -203,6 +203,20 @@ def test_a_malformed_override_shows_how_it_is_written(text):
         ("rollout.numerics.weight_format=int5", ["rollout.numerics.weight_format", "int5", "int4"]),
         ("steps.x=3", ["steps"]),
         ("steps=0", ["steps=0"]),
+        ("steps=10000001", ["steps=10000001", "at most 10000000"]),
+        ("warmstart.steps=10000001", ["warmstart", "steps=10000001", "at most 10000000"]),
+        ("directory=", ["directory=''", "name a directory"]),
+        ("directory='  '", ["directory='  '", "name a directory"]),
+        ("rollout.numerics.routing_jitter=inf", ["rollout", "numerics.routing_jitter=inf", "finite"]),
+        ("rollout.max_staleness=-1", ["rollout", "max_staleness=-1"]),
+        ("rollout.queue=-1", ["rollout", "queue=-1"]),
+        ("rollout.schedule=free", ["rollout.schedule", "'free'", "fixed, newest"]),
+        ("rollout.patience=inf", ["rollout", "patience=inf", "finite"]),
+        ("rollout.address=host", ["rollout", "address='host'", "host:port"]),
+        ("rollout.address=host:0", ["rollout", "address='host:0'", "host:port"]),
+        ("rollout.address=host:70000", ["rollout", "address='host:70000'"]),
+        ("rollout.address=host:80", ["rollout", "weights=''", "--weights"]),
+        ("rollout.weights=w", ["rollout", "weights", "no address is given"]),
         ("optimizer.learning_rate=0.0", ["optimizer", "learning_rate=0.0"]),
         ("optimizer.learning_rate=inf", ["optimizer", "learning_rate=inf", "finite"]),
         ("optimizer.learning_rate=nan", ["optimizer", "learning_rate=nan"]),
@@ -278,7 +292,33 @@ CONTRADICTIONS = [
     ("correction.numerator=policy", ["numerator", "proximal"]),
     ("correction.non_finite=raise", ["non_finite", "drop"]),
     ("loss.dual_clip=0.5", ["dual_clip=0.5", "above 1"]),
+    ("rollout.lag=2 rollout.max_staleness=2", ["lag=2", "max_staleness=2", "one of the two"]),
+    ("rollout.queue=2", ["queue=2", "max_staleness=0"]),
+    ("rollout.schedule=newest", ["schedule='newest'", "max_staleness=0"]),
+    ("rollout.max_staleness=1 loss.minibatches=2", ["max_staleness=1", "2 updates old", "loss.minibatches=2"]),
+    ("rollout.max_staleness=2 rollout.queue=3", ["max_staleness=2", "3 ahead", "3 updates old"]),
+    ("rollout.max_staleness=1 mesh.data=2", ["max_staleness", "one device"]),
+    ("rollout.max_staleness=1 rollout.finish_first=true", ["finish_first", "newest"]),
+    (
+        "rollout.max_staleness=1 rollout.schedule=newest rollout.address=h:1 rollout.weights=w",
+        ["record_hidden=false", "several versions"],
+    ),
 ]
+
+
+def test_batches_ahead_are_what_staleness_allows_unless_fewer_are_asked_for():
+    """Steps ahead times updates a step is what a batch can be stale by."""
+
+    def ahead(minibatches: int = 1, **rollout) -> int:
+        return build({"loss": {"minibatches": minibatches}, "rollout": rollout}).arms[0].train.ahead
+
+    assert ahead() == 0
+    assert ahead(lag=3) == 0
+    assert ahead(max_staleness=3) == 3
+    assert ahead(max_staleness=3, queue=2) == 2
+    assert ahead(minibatches=2, max_staleness=5) == 2
+    assert ahead(minibatches=4, max_staleness=1, schedule="newest") == 1
+    assert ahead(max_staleness=1, queue=5, schedule="newest") == 5
 
 
 @pytest.mark.parametrize(("overrides", "words"), CONTRADICTIONS)

@@ -34,7 +34,7 @@ def test_held_weights_are_the_last_versions_and_stay_alive(make_config, make_run
     records = go(run)
     final = int(records[-1]["version"])
     assert final >= 4  # two minibatches a step, some of them without advantage
-    held = run._sampler.held
+    held = run._source.held
     assert [version for version, _ in held] == [final - 2, final - 1, final]
     leaves = [jax.tree.leaves(params) for _, params in held]
     assert not any(leaf.is_deleted() for group in leaves for leaf in group)

@@ -251,6 +251,31 @@ def test_examples_without_a_solution_are_refused(words, tmp_path):
         check_experiment(config)
 
 
+def test_a_warm_start_asks_for_solutions_that_fit_before_anything_runs(words, tiny_model, tmp_path):
+    lines = [json.dumps({"prompt": f"What is {i} + 1?", "solution": str(i + 1)}) for i in range(40)]
+    (tmp_path / "dapo.jsonl").write_text("\n".join(lines))
+    changes = {
+        "task.kind": "dapo_math_17k",
+        "task.path": str(tmp_path / "dapo.jsonl"),
+        "rollout.max_prompt_length": 200,
+    }
+    check_experiment(words(changes))
+    with pytest.raises(ValueError, match=r"warmstart\.steps=3: .* come without a worked solution, first .*dapo"):
+        check_experiment(words(changes | {"warmstart.steps": 3}))
+    # "It is so. #### 0" and the end: 17 tokens after the 40 of the prompt.
+    check_experiment(words({"warmstart.steps": 3, "rollout.max_response_length": 17}))
+    with pytest.raises(ValueError, match=r"4 of 4 worked solutions do not fit.* = 56 tokens.*the longest takes 57"):
+        check_experiment(words({"warmstart.steps": 3, "rollout.max_response_length": 16}))
+
+
+def test_the_check_measures_prompts(words, tiny_model, tmp_path, capsys):
+    write = {"task.path": write_problems(tmp_path / "long.jsonl", ["question a", "question abcdefgh"])}
+    with pytest.raises(ValueError, match=r"1 of 4 prompts are longer than rollout\.max_prompt_length=40"):
+        check_experiment(words(write))
+    check_experiment(words(write | {"task.drop_long_prompts": True}))
+    assert capsys.readouterr().out == ""  # said when the run begins
+
+
 def test_questions_that_want_a_letter_are_asked_with_their_options(words):
     with pytest.raises(ValueError, match=r"mmlu_stem.*set prompt_format='options'"):
         words({"task.kind": "mmlu_stem"})

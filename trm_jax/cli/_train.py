@@ -21,6 +21,8 @@ class Train:
     Every option of the configuration file can be overridden as section.key=value, e.g.
       trm-jax train configs/quickstart.toml steps=20 optimizer.learning_rate=1e-4 seeds=[0,1,2]
     or for one arm: arms.cis.rollout.lag=2. `trm-jax options` lists every key with its type, default and meaning.
+    Samples come from this process, or with rollout.address=HOST:PORT rollout.weights=DIRECTORY from a `trm-jax serve`;
+    rollout.max_staleness=1 has them sampled while the policy learns from the ones before.
     Ctrl-C saves a checkpoint and ends; a second one ends at once. --resume continues to the same bits.
     """
 
@@ -33,7 +35,7 @@ class Train:
     resume: bool = False
     """Continue the run that stands in the configuration's directory."""
     check: bool = False
-    """Check the configuration and end."""
+    """Check the configuration, its data and its server, and end."""
 
     def run(self) -> int:
         from rich.console import Console

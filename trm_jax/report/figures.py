@@ -29,6 +29,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "correction/weight_mean",
         "correction/weight_max",
     ),
+    "Age of samples": ("rollout/staleness_mean", "rollout/dropped_groups"),
     "Optimisation": ("optim/grad_norm", "policy/entropy"),
 }
 """Which quantities are drawn, by heading."""
@@ -40,8 +41,8 @@ _DECADES = 8.0
 def drawable_panels(data: ReportData) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     """Headings with the panels worth drawing, and a sentence for each one left out.
 
-    A panel is left out when no arm has a number for it, or when a correction's quantity is the same number in every arm
-    at every step.
+    A panel is left out when no arm has a number for it, or when a quantity of the correction or of the samples' age is
+    the same number in every arm at every step.
     """
     kept: dict[str, tuple[str, ...]] = {}
     left_out: list[str] = []
@@ -53,7 +54,7 @@ def drawable_panels(data: ReportData) -> tuple[dict[str, tuple[str, ...]], tuple
             label = METRICS[name].label
             if not values.size:
                 left_out.append(f"{label}: not recorded")
-            elif name.startswith("correction/") and values.min() == values.max():
+            elif name.startswith(("correction/", "rollout/")) and values.min() == values.max():
                 left_out.append(f"{label}: {values[0]:.4g} in every arm at every step")
             else:
                 drawn.append(name)

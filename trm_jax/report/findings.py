@@ -169,6 +169,8 @@ def _action(arm: ArmSummary) -> str:
         )
     if arm.weights_capped > 0:
         said.append(f"capped the weight of {text.percent(arm.weights_capped)} of the tokens")
+    if arm.dropped:
+        said.append(f"left out {arm.dropped:,} prompts whose samples were too old")
     if arm.skipped:
         said.append(f"skipped {arm.skipped} of {arm.steps} updates with nothing to train on")
     if not said:

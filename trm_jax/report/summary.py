@@ -43,6 +43,7 @@ class ArmSummary:
       weight_max: largest applied weight.
       weights_capped: mean capped fraction.
       staleness: mean age of the sampling weights, updates.
+      dropped: prompts left out of their update because a sample was too old.
       skipped: steps whose update was skipped.
       steps: reinforcement-learning steps with a record, over all runs; an evaluation before the first is none.
       seconds: mean wall time of a run.
@@ -67,6 +68,7 @@ class ArmSummary:
     weight_max: float
     weights_capped: float
     staleness: float
+    dropped: int
     skipped: int
     steps: int
     seconds: float
@@ -109,6 +111,7 @@ def summarise(arm: Arm) -> ArmSummary:
         weight_max=_max(arm, "correction/weight_max"),
         weights_capped=_mean(arm, "correction/weight_capped_fraction"),
         staleness=_mean(arm, "rollout/staleness_mean"),
+        dropped=round(sum(_values(arm, "rollout/dropped_groups"))),
         skipped=sum(value > 0 for value in _values(arm, "optim/skipped")),
         steps=sum(float(row["step"]) > 0 for run in arm.runs for row in rl_rows(run)),
         seconds=_average([run.result.seconds for run in runs]),

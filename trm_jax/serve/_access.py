@@ -7,7 +7,7 @@ import ipaddress
 import os
 from pathlib import Path
 
-__all__ = ["Access", "is_loopback"]
+__all__ = ["Access", "is_loopback", "read_token"]
 
 
 def is_loopback(host: str) -> bool:
@@ -70,22 +70,27 @@ class Access:
 
     def token(self) -> str | None:
         """The bearer token, or None."""
-        if self.token_file is None:
-            return None
-        try:
-            mode = self.token_file.stat().st_mode
-            text = self.token_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ValueError(f"cannot read the token file {str(self.token_file)!r}: {error.strerror}") from error
-        if os.name == "posix" and mode & 0o077:
-            raise ValueError(f"token file {str(self.token_file)!r} can be read by others: chmod 600 it.")
-        if len(text) < 16 or not text.isascii() or any(character.isspace() for character in text):
-            raise ValueError(
-                f"token file {str(self.token_file)!r}: one line of at least 16 ASCII characters is needed."
-            )
-        return text
+        return None if self.token_file is None else read_token(self.token_file)
 
     @property
     def address(self) -> str:
         """``host:port`` as gRPC writes it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def read_token(path: Path) -> str:
+    """The bearer token in a file.
+
+    Raises:
+      ValueError: the file cannot be read, can be read by others, or holds no such token.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"cannot read the token file {str(path)!r}: {error.strerror}") from error
+    if os.name == "posix" and mode & 0o077:
+        raise ValueError(f"token file {str(path)!r} can be read by others: chmod 600 it.")
+    if len(text) < 16 or not text.isascii() or any(character.isspace() for character in text):
+        raise ValueError(f"token file {str(path)!r}: one line of at least 16 ASCII characters is needed.")
+    return text

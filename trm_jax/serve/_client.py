@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import threading
 import time
@@ -73,6 +74,7 @@ class RolloutClient:
     def __init__(self, connection: Connection, *, on_return: Callable[[], None] | None = None) -> None:
         self.connection = connection
         self._on_return = on_return
+        self._running: set[concurrent.futures.Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts-client", daemon=True)
         self._thread.start()
@@ -85,11 +87,17 @@ class RolloutClient:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection; what is being asked over it ends as ``interrupt`` says."""
+        self.interrupt()
         self._run(self._channel.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def interrupt(self) -> None:
+        """Calls under way in other threads raise ``concurrent.futures.CancelledError``; the server hears of it."""
+        for future in list(self._running):
+            future.cancel()
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
         """Every sample of every request, whole, in order.
@@ -124,11 +132,14 @@ class RolloutClient:
 
     def _run(self, coroutine: Any) -> Any:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._running.add(future)
         try:
             return future.result()
         except BaseException:  # an interrupt: the server shall not go on for nobody
             future.cancel()
             raise
+        finally:
+            self._running.discard(future)
 
     async def _open(self) -> None:
         connection = self.connection

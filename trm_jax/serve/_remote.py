@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from trm_jax.serve._requests import SampleRequest
 from trm_jax.serve._weights import WeightDirectory
 from trm_jax.types import PromptBatch, RolloutBatch
 
-__all__ = ["RemoteEngine"]
+__all__ = ["RemoteEngine", "check_server"]
 
 
 class RemoteEngine:
@@ -42,14 +43,16 @@ class RemoteEngine:
       sampling: default options.
       eos_ids: ids that end a response; compared with the server's.
       connection: where the server is.
-      weights: the directory.
+      weights: the directory; this engine is its one writer until it is closed.
       record_hidden: have final hidden states returned.
       record_routes: have the experts returned that ran.
       record_top_logps: have so many of the most likely tokens returned at every position.
       finish_first: let sequences in flight finish before weights change.
+      in_flight: another thread may call ``update_weights`` during ``generate``: samples are then of whatever weights
+        the server has, and the versions of their tokens tell.
 
     Raises:
-      ValueError: the server is made for something else, naming the difference.
+      ValueError: the server is made for something else, naming the difference; or another trainer has the directory.
       ServingError: there is no server within the connection's patience.
     """
 
@@ -67,24 +70,36 @@ class RemoteEngine:
         record_routes: bool = False,
         record_top_logps: int = 0,
         finish_first: bool = False,
+        in_flight: bool = False,
     ) -> None:
         self._graphdef, self._shape = nnx.graphdef(model), model.config
         self._config, self._numerics, self._sampling = config, numerics, sampling
-        self._record_hidden, self._finish_first = record_hidden, finish_first
+        self._finish_first, self._in_flight = finish_first, in_flight
         self._directory = WeightDirectory(weights)
         self._recording = Recording(hidden=record_hidden, top_logps=record_top_logps, routes=record_routes)
         self._weights: EngineWeights | None = None
         self._version = -1
-        self._client = RolloutClient(connection, on_return=self._give_weights_again)
-        try:
-            self._samples = self._check(sorted(int(i) for i in eos_ids))
-        except BaseException:
-            self._client.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            self._client = RolloutClient(connection, on_return=self._give_weights_again)
+            stack.callback(self._client.close)
+            self._samples = _compare(
+                self._client.status(),
+                config,
+                vocab_size=self._shape.vocab_size,
+                numerics=numerics,
+                eos_ids=eos_ids,
+                recording=self._recording,
+            )
+            stack.enter_context(self._directory.owned())
+            self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Ends the connection."""
-        self._client.close()
+        """Ends the connection, and lets go of the directory."""
+        self._stack.close()
+
+    def interrupt(self) -> None:
+        """Calls under way in other threads raise ``concurrent.futures.CancelledError``."""
+        self._client.interrupt()
 
     @property
     def version(self) -> int:
@@ -135,7 +150,7 @@ class RemoteEngine:
                     hidden=self._recording.hidden,
                     top_logps=self._recording.top_logps,
                     routes=self._recording.routes,
-                    version=self._version,
+                    version=None if self._in_flight else self._version,
                 )
                 for prompt, rows in groups
             ]
@@ -170,27 +185,65 @@ class RemoteEngine:
                 groups.append((prompt, [row]))
         return groups
 
-    def _check(self, eos_ids: list[int]) -> int:
-        """Compares the server with what is expected; samples that a request may have."""
-        status = self._client.status()
-        expected = {
-            "max_prompt_length": self._config.max_prompt_length,
-            "max_response_length": self._config.max_response_length,
-            "vocab_size": self._shape.vocab_size,
-            "numerics": describe_numerics(self._numerics),
-            "eos_ids": eos_ids,
-        }
-        for name, value in expected.items():
-            found = list(status.eos_ids) if name == "eos_ids" else getattr(status, name)
-            if found != value:
-                raise ValueError(
-                    f"the server has {name}={found!r}, this run expects {value!r}: start it with this run's file."
-                )
-        if self._record_hidden and not status.hidden:
-            raise ValueError("this run records hidden states and the server does not: set rollout.record_hidden there.")
-        return int(status.max_samples)
-
     def _give_weights_again(self) -> None:
         """After the server was away: it may be a new process with its first weights."""
         if self._version >= 0 and self._client.status().version != self._version:
             self._client.load(self._version, finish_first=self._finish_first)
+
+
+def check_server(
+    connection: Connection,
+    config: EngineConfig,
+    *,
+    vocab_size: int,
+    numerics: RolloutNumerics,
+    eos_ids: Iterable[int],
+    recording: Recording,
+) -> None:
+    """Compares a server with what a run expects of it, as ``RemoteEngine`` does; nothing is changed there.
+
+    Raises:
+      ValueError: the server is made for something else, naming the difference.
+      ServingError: there is no server within the connection's patience.
+    """
+    with RolloutClient(connection) as client:
+        _compare(
+            client.status(),
+            config,
+            vocab_size=vocab_size,
+            numerics=numerics,
+            eos_ids=eos_ids,
+            recording=recording,
+        )
+
+
+def _compare(
+    status: Any,
+    config: EngineConfig,
+    *,
+    vocab_size: int,
+    numerics: RolloutNumerics,
+    eos_ids: Iterable[int],
+    recording: Recording,
+) -> int:
+    """Compares the server with what is expected; samples that a request may have."""
+    expected = {
+        "max_prompt_length": config.max_prompt_length,
+        "max_response_length": config.max_response_length,
+        "vocab_size": vocab_size,
+        "numerics": describe_numerics(numerics),
+        "eos_ids": sorted(int(i) for i in eos_ids),
+    }
+    for name, value in expected.items():
+        found = list(status.eos_ids) if name == "eos_ids" else getattr(status, name)
+        if found != value:
+            raise ValueError(
+                f"the server has {name}={found!r}, this run expects {value!r}: start it with this run's file (and arm)."
+            )
+    if recording.hidden and not status.hidden:
+        raise ValueError("this run records hidden states and the server does not: set rollout.record_hidden there.")
+    if recording.routes and not status.routes:
+        raise ValueError(
+            "this run replays the engine's experts and the server does not record them: set model.replay_routes there."
+        )
+    return int(status.max_samples)

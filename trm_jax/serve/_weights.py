@@ -6,8 +6,11 @@ no checkpoint in it yet, and what is damaged fails its manifest of SHA-256 hashe
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,32 @@ class WeightDirectory:
     def __init__(self, root: Path, *, keep: int = 2) -> None:
         self._root, self._keep = Path(root).absolute(), keep
         self._written: list[int] = []
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """For its one writer: keeps others out, and removes the versions that an earlier one left behind.
+
+        The kernel lets go when the process ends, however it ends.
+
+        Raises:
+          ValueError: another writer has it, or it cannot be written.
+        """
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            lock = (self._root / ".writer").open("w")
+        except OSError as error:
+            raise ValueError(f"cannot write to the weight directory {str(self._root)!r}: {error.strerror}.") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"another trainer writes its weights to {str(self._root)!r}: a server follows one at a time. Wait "
+                    "for it, or start another server with a directory of its own."
+                ) from error
+            for version in self.versions():
+                shutil.rmtree(self._path(version), ignore_errors=True)
+            yield
 
     def publish(self, version: int, params: Any) -> Path:
         """Writes a version, whole or not at all.

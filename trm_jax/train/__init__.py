@@ -8,6 +8,7 @@ from trm_jax.train.arms import check_arms as check_arms
 from trm_jax.train.arms import run_experiment as run_experiment
 from trm_jax.train.config import RunConfig as RunConfig
 from trm_jax.train.config import TrainConfig as TrainConfig
+from trm_jax.train.engines import SamplingError as SamplingError
 from trm_jax.train.evidence import NonFiniteError as NonFiniteError
 from trm_jax.train.experiment import Experiment as Experiment
 from trm_jax.train.experiment import check_experiment as check_experiment

@@ -17,6 +17,7 @@ from trm_jax.checkpoint import CheckpointError
 from trm_jax.models import make_mesh
 from trm_jax.report import ConsoleProgress, PlannedRun, write_report
 from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
+from trm_jax.train.engines import SamplingError
 from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment, check_experiment, open_experiment
 from trm_jax.train.export import export_policy, exported_policy
@@ -69,6 +70,7 @@ def run_experiment(
       ValueError: a directory that holds another run (without ``resume``), or anything a configuration check finds.
       Interrupted: stopped on request; the report of what is there has been written.
       CheckpointError: a checkpoint could not be written or read; the report has been written.
+      SamplingError: the server at ``rollout.address`` failed or stayed away; what was done is saved.
       ArmsFailed: at the end, when a run went non-finite.
     """
     check_arms(config)
@@ -81,7 +83,7 @@ def run_experiment(
         prepare_root(config, resume=resume, command=sys.argv if command is None else command)
         try:
             failures = _run_all(runs, root, should_stop)
-        except (Interrupted, CheckpointError):
+        except (Interrupted, CheckpointError, SamplingError):
             with contextlib.suppress(OSError):  # a disk that refused the checkpoint may refuse this too
                 write_report(root)
             raise
@@ -212,8 +214,16 @@ class _ArmRun:
         return warm
 
     def _reinforce(self, experiment: Experiment, mesh: Mesh, params: nnx.State[Any, Any], records: RunRecords) -> None:
+        try:
+            run = TrainRun(experiment, self.train, params, records.directory, mesh, note=self.progress.note)
+        except SamplingError as error:
+            self.progress.start_run(self.arm.name, self.train.seed)
+            self._fail(records, error, 0.0)
+        with contextlib.closing(run):
+            self._run(experiment, run, records)
+
+    def _run(self, experiment: Experiment, run: TrainRun, records: RunRecords) -> None:
         arm, train, progress, began = self.arm, self.train, self.progress, time.perf_counter()
-        run = TrainRun(experiment, train, params, records.directory, mesh, note=progress.note)
         run.resume()
         progress.start_run(arm.name, train.seed, first_step=run.step)
         stale = records.directory / "model"
@@ -232,7 +242,7 @@ class _ArmRun:
                     experiment.graphdef, run.params, train, records.directory / "model", step=outcome.step
                 )
                 progress.note(f"the policy after step {outcome.step}: {place}")
-        except (NonFiniteError, CheckpointError) as error:
+        except (NonFiniteError, CheckpointError, SamplingError) as error:
             self._fail(records, error, time.perf_counter() - began, run.outcome("failed"))
         reason = "" if outcome.status == "complete" else "stopped on request; continue with --resume"
         records.end(outcome, reason, time.perf_counter() - began)

@@ -12,8 +12,8 @@ from trm_jax.data import Problem, encode_prompts
 from trm_jax.evaluation import ask
 from trm_jax.rollout import RolloutNumerics, SamplingConfig
 from trm_jax.train.config import TrainConfig
+from trm_jax.train.engines import make_engine
 from trm_jax.train.experiment import Experiment
-from trm_jax.train.sampling import make_engine
 
 __all__ = ["Evaluator"]
 

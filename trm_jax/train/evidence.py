@@ -30,12 +30,27 @@ def write_samples(directory: Path, step: int, samples: Sequence[dict[str, object
     return ""
 
 
-def skip_reason(rewards: Float32[np.ndarray, "groups samples"], sequence_keep: Bool[np.ndarray, "..."]) -> str:
+def skip_reason(
+    rewards: Float32[np.ndarray, "groups samples"],
+    sequence_keep: Bool[np.ndarray, "..."],
+    answered: Bool[np.ndarray, " B"],
+) -> str:
     """Why nothing was left to train on, and what to do if it goes on.
 
-    >>> skip_reason(np.array([[0, 1]], np.float32), np.array([True, True]))
+    Args:
+      rewards: of all that was sampled.
+      sequence_keep: of the correction.
+      answered: rows with response tokens: those that were not dropped for their age.
+
+    >>> skip_reason(np.array([[0, 1]], np.float32), np.array([True, True]), np.array([True, True]))
     "every token's weight or advantage is 0"
     """
+    if not answered.any():
+        return (
+            "every sample was older than rollout.max_staleness allows. If this goes on, lower rollout.queue or raise "
+            "max_staleness"
+        )
+    rewards = rewards[answered.reshape(rewards.shape).any(axis=1)]
     if not sequence_keep.any():
         return (
             "the correction rejected every sequence. If this goes on, the two policies are further apart than the mask "

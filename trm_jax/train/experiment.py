@@ -23,6 +23,7 @@ from trm_jax.data import (
 )
 from trm_jax.models import Transformer, make_mesh
 from trm_jax.train.config import TrainConfig
+from trm_jax.train.engines import check_address
 from trm_jax.train.policy import check_policy, pretrained_policy, pretrained_shape, pretrained_tokenizer, random_policy
 from trm_jax.train.words import ChatTokenizer, chat_problems, word_problems
 
@@ -76,21 +77,28 @@ def open_experiment(config: TrainConfig) -> Iterator[Experiment]:
 def check_experiment(config: TrainConfig) -> None:
     """What ``open_experiment`` would refuse, without building the policy: devices, data, lengths, held-out problems.
 
+    The server at ``rollout.address``, if there is one, is compared too.
+
     Raises:
       ValueError: saying what does not fit.
+      SamplingError: there is no server at the address.
     """
     make_mesh(config.mesh.data, config.mesh.tensor)
     if config.task.in_words:
-        word_problems(config)
-        check_policy(config, pretrained_shape(config.model.path))
-        pretrained_tokenizer(config.model.path)
+        problems, shape = word_problems(config), pretrained_shape(config.model.path)
+        check_policy(config, shape)
+        words = pretrained_tokenizer(config.model.path)
+        chat_problems(config, words, problems, note=lambda _: None)
+        check_address(config.rollout, shape, words.eos_ids, record_routes=config.model.replay_routes)
         return
     task, ways = _task(config), config.mesh.tensor
     _held_out(task, config)
     size = task.tokenizer().vocab_size
     if size % ways:
         raise ValueError(f"mesh.tensor={ways} must divide the {size} token ids of task {config.task.name!r}.")
-    check_policy(config, config.model.scratch(size))
+    shape = config.model.scratch(size)
+    check_policy(config, shape)
+    check_address(config.rollout, shape, task.tokenizer().eos_ids, record_routes=config.model.replay_routes)
 
 
 def _task(config: TrainConfig) -> ReasoningGymTask:
@@ -99,6 +107,11 @@ def _task(config: TrainConfig) -> ReasoningGymTask:
     task.spec.check_lengths(
         max_prompt_length=config.rollout.max_prompt_length, max_response_length=config.rollout.max_response_length
     )
+    if config.warmstart.steps and task.train(1)[0].demonstration is None:
+        raise ValueError(
+            f"warmstart.steps={config.warmstart.steps}: problems of task {options.name!r} come without an answer to "
+            "learn from; set warmstart.steps=0."
+        )
     return task
 
 

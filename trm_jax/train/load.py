@@ -109,6 +109,8 @@ def build(tree: Mapping[str, Any], *, default_title: str = "run") -> RunConfig:
             raise ValueError(f"{key}: {value!r}: must be a table.")
     title = structured(top.get("title", default_title), str, "title")
     directory = structured(top.get("directory", f"runs/{default_title}"), str, "directory")
+    if not directory.strip():
+        raise ValueError(f"directory={directory!r}: name a directory for the run, or leave it out.")
     if "seed" in base and "seeds" in top:
         raise ValueError("seed and seeds are both given; write seeds=[...] alone.")
     seeds = structured(top.get("seeds", [base.get("seed", 0)]), tuple[int, ...], "seeds")

@@ -18,13 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from trm_jax.checkpoint import Checkpointer
+from trm_jax.train.ahead import Ahead
 from trm_jax.train.config import TrainConfig
+from trm_jax.train.engines import SamplingError
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.evidence import NonFiniteError, skip_reason, write_evidence, write_samples
 from trm_jax.train.experiment import Experiment
 from trm_jax.train.measure import to_record
 from trm_jax.train.programs import compile_programs, minibatch
 from trm_jax.train.sampling import Sampled, Sampler
+from trm_jax.train.source import InTurn, Source
+from trm_jax.train.staleness import drop_stale
 from trm_jax.train.state import TrainState, init_state, make_optimizer, make_schedule, on_mesh, state_shardings
 from trm_jax.train.step import UpdateBatch
 
@@ -66,6 +70,10 @@ class TrainRun:
       directory: the run's own directory, for checkpoints and evidence.
       mesh: devices.
       note: called with sentences worth reading.
+
+    Raises:
+      ValueError: the server at ``config.rollout.address`` is made for something else.
+      SamplingError: there is no server.
     """
 
     def __init__(
@@ -87,13 +95,23 @@ class TrainRun:
         self._mesh = mesh
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._programs = compile_programs(experiment.graphdef, optimizer, shardings, config)
-        self._sampler = Sampler(experiment, config, self._state.params)
+        self._source = self._make_source()
         self._evaluator = Evaluator(experiment, experiment.test, config) if config.eval.prompts else None
         self._checkpoints = Checkpointer(directory / "checkpoints", keep=config.checkpoint.keep, report=note)
         self._step = 0
         self._sampled: Sampled | None = None
         self._sampled_tokens = 0
         self._accuracy_start = self._accuracy = float("nan")
+
+    def _make_source(self) -> Source:
+        sampler, params = Sampler(self._experiment, self._config), self._state.params
+        if not self._config.ahead:
+            return InTurn(sampler, self._config.rollout.lag, params)
+        return Ahead(sampler, self._config, params, context=lambda: on_mesh(self._mesh))
+
+    def close(self) -> None:
+        """Lets go of the engine; one at an address has a connection."""
+        self._source.close()
 
     @property
     def step(self) -> int:
@@ -117,7 +135,7 @@ class TrainRun:
             return False
         self._step, arrays, saved = restored
         self._state = arrays["state"]
-        self._sampler.set_state(saved, arrays["held"])
+        self._source.set_state(self._step, saved, arrays["held"])
         self._accuracy_start, self._accuracy = saved["accuracy_start"], saved["accuracy"]
         self._sampled_tokens = saved["sampled_tokens"]
         return True
@@ -130,9 +148,9 @@ class TrainRun:
                 self._note(fault)
         self._checkpoints.save(
             self._step,
-            {"state": self._state, "held": [params for _, params in self._sampler.held]},
+            {"state": self._state, "held": [params for _, params in self._source.held]},
             {
-                **self._sampler.get_state(),
+                **self._source.get_state(),
                 "accuracy_start": self._accuracy_start,
                 "accuracy": self._accuracy,
                 "sampled_tokens": self._sampled_tokens,
@@ -155,9 +173,13 @@ class TrainRun:
         Raises:
           NonFiniteError: the loss or gradient was not finite.
           CheckpointError: a checkpoint could not be written.
+          SamplingError: the server failed or stayed away; a checkpoint of every step done has been written.
         """
         with on_mesh(self._mesh):
-            return self._run(on_step, should_stop)
+            try:
+                return self._run(on_step, should_stop)
+            finally:
+                self._source.stop()
 
     def _run(
         self, on_step: Callable[[int, dict[str, float | str]], None], should_stop: Callable[[], bool]
@@ -168,6 +190,7 @@ class TrainRun:
         if self._step == 0 and self._evaluator is not None:
             self._accuracy_start = self._accuracy = self._evaluator(self._state.params)
             on_step(0, {"step": 0, "version": 0, "stage": "rl", "accuracy/heldout": self._accuracy})
+        self._source.start()
         while self._step < config.steps:
             record = self._train_step()
             done = self._step == config.steps
@@ -193,14 +216,16 @@ class TrainRun:
         )
 
     def _train_step(self) -> dict[str, float | str]:
-        """Sample, score, correct, learn; the state and the lag move, everything else is in the record."""
+        """Sample, score, correct, learn; the state and the source move, everything else is in the record."""
         began, before = time.perf_counter(), int(self._state.version)
-        sampled = self._sampled = self._sampler.sample(self._step)
+        sampled = self._sampled = self._take()
         rolled = time.perf_counter()
-        batch, pairs = self._rescore(sampled)
+        fresh, ages = drop_stale(sampled.rollout, version=before, most=self._config.rollout.oldest_allowed)
+        batch, pairs = self._rescore(dataclasses.replace(sampled, rollout=fresh))
         rescored = time.perf_counter()
         totals = self._learn(batch, sampled)
         ended = time.perf_counter()
+        self._source.after_step(int(self._state.version), self._state.params)
         self._step += 1
         tokens = int(np.asarray(sampled.rollout.response_mask).sum())
         self._sampled_tokens += tokens
@@ -212,22 +237,35 @@ class TrainRun:
             "reward/mean": float(sampled.rewards.mean()),
             "reward/solved_groups": float((sampled.by_group.max(axis=1) >= 1.0).mean()),
             "optim/learning_rate": float(self._schedule(before)),
-            "rollout/staleness_mean": float(before - self._sampler.version),
-            "time/rollout_s": rolled - began,
+            "rollout/staleness_mean": ages.mean,
+            "rollout/staleness_max": float(ages.oldest),
+            "rollout/dropped_groups": float(ages.dropped_groups),
+            "time/rollout_s": sampled.seconds,
+            "time/wait_s": rolled - began,
             "time/rescore_s": rescored - rolled,
             "time/update_s": ended - rescored,
             "time/tokens_per_s": tokens / (ended - began),
             "memory/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if record["optim/skipped"]:
-            why = skip_reason(sampled.by_group, np.asarray(batch.corrected.sequence_keep))
+            keep, answered = np.asarray(batch.corrected.sequence_keep), np.any(np.asarray(fresh.response_mask), axis=1)
+            why = skip_reason(sampled.by_group, keep, np.asarray(answered))
             self._note(f"step {self._step}: update skipped, the optimizer is untouched: {why}.")
         return record
+
+    def _take(self) -> Sampled:
+        """The samples of this step; when there are none to be had, what has been done is saved first."""
+        try:
+            return self._source.take()
+        except SamplingError:
+            if self._step and self._step not in self._checkpoints.steps():
+                self.save()
+            raise
 
     def _rescore(self, sampled: Sampled) -> tuple[UpdateBatch, Pairs]:
         """The training policy's view of the samples, the correction, and the advantages."""
         rollout = jax.device_put(sampled.rollout, self._rows)
-        scored, corrected, pairs = self._programs.score(self._state.params, rollout, self._sampler.head())
+        scored, corrected, pairs = self._programs.score(self._state.params, rollout, sampled.head)
         refused, rows = jax.device_get(corrected.metrics["rejected/non_finite"])
         if 0 < rows <= refused:
             self._stop_nonfinite("a log-prob in every sequence", {"rollout": rollout, "scored": scored}, sampled)
@@ -239,7 +277,7 @@ class TrainRun:
         return jax.block_until_ready(batch), pairs
 
     def _learn(self, batch: UpdateBatch, sampled: Sampled) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """One update a minibatch; every version that was reached is held for the engine."""
+        """One update a minibatch; the source hears of every version that was reached."""
         totals = []
         count = self._config.loss.minibatches
         for index in range(count):
@@ -249,7 +287,7 @@ class TrainRun:
             if totals[-1]["nonfinite"][0] > 0:
                 self._stop_nonfinite("the loss or its gradient", part, sampled)
             if not totals[-1]["skipped"][0]:
-                self._sampler.push(int(self._state.version), self._state.params)
+                self._source.after_update(int(self._state.version), self._state.params)
         return totals
 
     def _stop_nonfinite(self, what: str, batch: Any, sampled: Sampled) -> NoReturn:

@@ -26,6 +26,14 @@ NEVER_BEGAN = RunOutcome(
 )
 """Of a run that failed before its first step."""
 
+_MAY_DIFFER = frozenset(
+    {
+        "checkpoint.export",
+        *(f"rollout.{key}" for key in ("address", "weights", "certificate", "token_file", "patience")),
+    }
+)
+"""Settings with which a run may be resumed though it began with others: none of its numbers depends on them."""
+
 
 def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> None:
     """Writes ``run.json``; on resuming, what stands there is joined.
@@ -111,14 +119,14 @@ class RunRecords:
         return path.exists() and bool(read_record(path, status=str)["status"] == "complete")
 
     def check(self) -> None:
-        """Compares the settings with those on disk; a run that was made without an export may have one later.
+        """Compares the settings with those on disk. An export may be asked for later, and the server be another.
 
         Raises:
           ValueError: the directory holds a run with other settings; or a record there cannot be read.
         """
         path = self.directory / "config.json"
         if path.exists():
-            keys = sorted({*_differences(read_record(path), self._settings)} - {"checkpoint.export"})
+            keys = sorted({*_differences(read_record(path), self._settings)} - _MAY_DIFFER)
             if keys:
                 raise ValueError(
                     f"{path.parent} was run with another configuration ({', '.join(keys)} differ). Resume with the "

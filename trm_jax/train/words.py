@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,12 @@ def word_problems(config: TrainConfig) -> Split:
     silent = [shot.name for shot in train[: task.shots] if not shot.demonstration]
     if silent:
         raise ValueError(f"task.shots={task.shots}: {silent[0]} comes without a worked solution; set task.shots=0.")
+    missing = [problem.name for problem in train[task.shots :] if not problem.demonstration]
+    if missing and config.warmstart.steps:
+        raise ValueError(
+            f"warmstart.steps={config.warmstart.steps}: {len(missing)} of {len(train) - task.shots} problems to train "
+            f"on come without a worked solution, first {missing[0]}; set warmstart.steps=0."
+        )
     format_prompt(train[0], task.prompt_format)
     if config.eval.prompts and not test:
         raise ValueError("no held-out problem: give task.test_path, raise task.test_permille, or set eval.prompts=0.")
@@ -60,18 +66,23 @@ def _read(kind: str, key: str, path: str) -> list[Problem]:
         raise ValueError(f"{key}: {error}") from error
 
 
-def chat_problems(config: TrainConfig, words: Any) -> Split:
+def chat_problems(
+    config: TrainConfig, words: Any, problems: Split | None = None, *, note: Callable[[str], None] = print
+) -> Split:
     """The problems as chats that fit ``rollout.max_prompt_length``.
 
     Args:
       config: says which problems, and what to do with long ones.
       words: the pretrained model's tokenizer.
+      problems: ``word_problems(config)``, if they have been read.
+      note: told how many were left out.
 
     Raises:
-      ValueError: a problem that holds control tokens, or prompts that do not fit and may not be dropped.
+      ValueError: a problem that holds control tokens, prompts that do not fit and may not be dropped, or demonstrations
+        that do not fit where there is a warm start.
     """
     task, limit = config.task, config.rollout.max_prompt_length
-    train, test = word_problems(config)
+    train, test = word_problems(config) if problems is None else problems
     turns = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
     for shot in train[: task.shots]:
         turns.append({"role": "user", "content": format_prompt(shot, task.prompt_format)})
@@ -82,13 +93,15 @@ def chat_problems(config: TrainConfig, words: Any) -> Split:
     if not task.drop_long_prompts:
         asked = config.eval.prompts + config.warmstart.validation
         _refuse_long_prompts([*train, *test[:asked]], tokenizer, limit)
+        _refuse_long_demonstrations(train, tokenizer, config)
         return train, test
     train, dropped = drop_long_prompts(train, tokenizer, max_prompt_length=limit)
     if test:
         test, also = drop_long_prompts(test, tokenizer, max_prompt_length=limit)
         dropped += also
     if dropped:
-        print(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
+        note(f"left out {dropped} problems whose prompt is longer than rollout.max_prompt_length={limit} tokens")
+    _refuse_long_demonstrations(train, tokenizer, config)
     return train, test
 
 
@@ -99,6 +112,21 @@ def _refuse_long_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, limi
         raise ValueError(
             f"{len(long)} of {len(problems)} prompts are longer than rollout.max_prompt_length={limit} tokens, first "
             f"{long[0]}; the longest takes {max(lengths)}. Raise the limit, or set task.drop_long_prompts=true."
+        )
+
+
+def _refuse_long_demonstrations(problems: Sequence[Problem], tokenizer: Tokenizer, config: TrainConfig) -> None:
+    """What the warm start would refuse when it comes to the problem."""
+    if not config.warmstart.steps:
+        return
+    limit = config.rollout.max_prompt_length + config.rollout.max_response_length
+    lengths = [len(tokenizer.encode(p.prompt)) + len(tokenizer.encode(p.demonstration or "")) + 1 for p in problems]
+    long = [problem.name for problem, length in zip(problems, lengths, strict=True) if length > limit]
+    if long:
+        raise ValueError(
+            f"warmstart.steps={config.warmstart.steps}: {len(long)} of {len(problems)} worked solutions do not fit, "
+            f"with their prompt, into rollout.max_prompt_length + max_response_length = {limit} tokens, first "
+            f"{long[0]}; the longest takes {max(lengths)}. Raise max_response_length, or set warmstart.steps=0."
         )
 
 

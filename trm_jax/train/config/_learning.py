@@ -8,7 +8,10 @@ from typing import Literal
 
 from trm_jax.train.config._rules import at_least, at_most, positive, require
 
-__all__ = ["LossConfig", "OptimizerConfig", "WarmstartConfig"]
+__all__ = ["MOST_STEPS", "LossConfig", "OptimizerConfig", "WarmstartConfig"]
+
+MOST_STEPS = 10_000_000
+"""Far above any run, far below what counts steps and updates in 32 bits and names checkpoints in eight digits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class WarmstartConfig:
         at_least(self, 0, "steps", "warmup_steps")
         at_least(self, 1, "batch_size", "validation_prompts", "check_every")
         at_most(self, 100_000, "validation_prompts")
+        at_most(self, MOST_STEPS, "steps")
         require(0 <= self.target_accuracy < 1, f"target_accuracy={self.target_accuracy}: must lie in [0, 1).")
         positive(self, "learning_rate")
         require(0 <= self.corruption <= 1, f"corruption={self.corruption}: must lie in [0, 1].")

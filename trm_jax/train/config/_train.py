@@ -6,11 +6,11 @@ import dataclasses
 
 from trm_jax.correction import CorrectionConfig, preset
 from trm_jax.models import TransformerConfig
-from trm_jax.train.config._learning import LossConfig, OptimizerConfig, WarmstartConfig
+from trm_jax.train.config._learning import MOST_STEPS, LossConfig, OptimizerConfig, WarmstartConfig
 from trm_jax.train.config._policy import CheckpointConfig, MeshConfig, ModelConfig
 from trm_jax.train.config._problems import EvalConfig, TaskConfig
 from trm_jax.train.config._rollout import RolloutConfig
-from trm_jax.train.config._rules import at_least, require
+from trm_jax.train.config._rules import at_least, at_most, require
 
 __all__ = ["DEFAULT_CORRECTION", "TrainConfig", "check_mixture"]
 
@@ -42,8 +42,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps")
+        at_most(self, MOST_STEPS, "steps")
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must lie in [0, 2^32).")
         self._check_rows()
+        self._check_overlap()
         self._check_correction()
         self._check_mismatch()
         self._check_shapes()
@@ -69,6 +71,31 @@ class TrainConfig:
         require(
             rollout.samples_per_prompt > 1,
             "rollout.samples_per_prompt=1: the advantage is taken within a prompt's samples; at least 2 are needed.",
+        )
+
+    @property
+    def ahead(self) -> int:
+        """Batches sampled ahead of the one that is trained on, at most; 0 when sampling and training take turns."""
+        rollout = self.rollout
+        allowed = rollout.max_staleness // self.loss.minibatches
+        least = 1 if rollout.schedule == "newest" and rollout.max_staleness else 0
+        return rollout.queue or max(allowed, least)
+
+    def _check_overlap(self) -> None:
+        """What is sampled ahead can be trained on when its turn comes, and where it is sampled can do it."""
+        rollout, updates = self.rollout, self.loss.minibatches
+        if rollout.max_staleness and rollout.schedule == "fixed":
+            oldest = max(self.ahead, 1) * updates
+            require(
+                oldest <= rollout.max_staleness,
+                f"rollout.max_staleness={rollout.max_staleness}: a batch that is sampled {max(self.ahead, 1)} ahead is "
+                f"{oldest} updates old when it is trained on (loss.minibatches={updates}), and would always be left "
+                "out; raise max_staleness, or lower rollout.queue or loss.minibatches.",
+            )
+        require(
+            not rollout.max_staleness or bool(rollout.address) or self.mesh.data * self.mesh.tensor == 1,
+            "rollout.max_staleness: two threads that use several devices at once can wait for each other for ever; "
+            "sample at an address (trm-jax serve), or on one device.",
         )
 
     def _check_mismatch(self) -> None:
