@@ -22,12 +22,27 @@ class RuleEngine:
 
     calls: list[Any] = []  # noqa: RUF012 - a test empties it
     made: list[Any] = []  # noqa: RUF012 - the configurations of all engines
+    stop: tuple[str, ...] = ()
     before_answer: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, model: Any, config: Any, *, numerics: Any, sampling: Any, eos_ids: Any, record_hidden: bool):
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        *,
+        numerics: Any,
+        sampling: Any,
+        eos_ids: Any,
+        record_hidden: bool,
+        record_support: bool,
+        tokenizer: Any,
+    ) -> None:
         self.config, self.sampling = config, sampling
-        assert record_hidden is False
+        assert not record_hidden
+        assert not record_support  # what only training needs
+        assert tokenizer.decode([TOKENIZER.vocab_size, *TOKENIZER.encode("1")]) == "1"
         RuleEngine.made.append(config)
+        RuleEngine.stop = sampling.stop
 
     def update_weights(self, version: int, params: Any) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import types
 from pathlib import Path
@@ -124,3 +125,13 @@ def test_the_engine_answers_for_real(tmp_path: Path, directory: Path) -> None:
         text.append(int(np.argmax(np.asarray(policy.model.head()) @ np.asarray(hidden))))
     answer = [token for token in text[-row["tokens"] :] if token not in policy.tokenizer.eos_ids]
     assert row["response"] == policy.tokenizer.decode(answer)
+
+    # A text of its second token ends the same answer there: nothing is decoded beyond.
+    stop = policy.tokenizer.decode([answer[1]])
+    settings = EvaluationSettings(max_new_tokens=5, slots=2, stop=(stop,))
+    run_evaluation(policy, [dataclasses.replace(task, problems=problems[1:2])], settings, tmp_path / "stop")
+    (stopped,) = [json.loads(line) for line in (tmp_path / "stop" / "t.jsonl").read_text().splitlines()]
+    assert row["tokens"] > 2
+    assert stopped["tokens"] <= 2
+    assert stopped["response"] == row["response"][: row["response"].index(stop)]
+    assert stopped["finished"]

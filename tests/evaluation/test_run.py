@@ -159,12 +159,9 @@ def test_a_reward_function_of_ones_own(engine, policy, task, tmp_path):
     assert run_evaluation(policy, [mine], GREEDY, tmp_path)["tasks"]["sums"]["accuracy"] == 0.25
 
 
-def test_supports_of_a_nucleus_bound_the_batch(engine, policy, task, tmp_path, monkeypatch):
-    from trm_jax.evaluation import _run
-
-    monkeypatch.setattr(_run, "_SUPPORT_BYTES", 4 * 18 // 8 * 2)  # two answers of four tokens over 18 ids
-    run_evaluation(policy, [task(2)], SAMPLED, tmp_path)
-    assert {len(call.seeds) for call in engine.calls} == {2}
+def test_the_engine_knows_the_stop_strings(engine, policy, task, tmp_path):
+    run_evaluation(policy, [task(2)], dataclasses.replace(SAMPLED, stop=("0",)), tmp_path)
+    assert engine.stop == ("0",)
 
 
 def test_tasks_of_about_one_length_share_an_engine(engine, policy, task, tmp_path):

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from trm_jax.data import MathVerifier, Problem, RewardFunction, format_prompt, open_reward, score_batch
-from trm_jax.evaluation._answers import ask
+from trm_jax.evaluation._answers import KnownIds, ask
 from trm_jax.evaluation._ledger import Ledger
 from trm_jax.evaluation._policy import Policy
 from trm_jax.evaluation._results import summarize
@@ -28,7 +28,6 @@ from trm_jax.types import PromptBatch
 __all__ = ["Progress", "run_evaluation"]
 
 _ROUND = 32  # prompt positions are a multiple: sets of problems of about one length share an engine
-_SUPPORT_BYTES = 2**30  # under top-p the engine keeps a bit for every token of the vocabulary at every position
 _PREFILL = 256  # prompt positions in one prefill call: whenever a slot is free one runs, filled up or not
 
 Progress = Callable[[str, Sequence[dict[str, Any]], int], None]
@@ -173,7 +172,7 @@ def _answer(
         return
     length = -(-max(map(len, prompts.values())) // _ROUND) * _ROUND
     engine = engine_for(length)
-    calls = -(-len(pending) // _rows(policy, settings))
+    calls = -(-len(pending) // settings.rows)
     size = -(-len(pending) // calls)  # about equal: another number is another program
     with _reward(task) as reward:
         for start in range(0, len(pending), size):
@@ -235,21 +234,18 @@ def _engine(policy: Policy, settings: EvaluationSettings, length: int) -> InProc
         ),
         numerics=RolloutNumerics(dtype=settings.dtype),
         sampling=SamplingConfig(
-            temperature=1.0 if greedy else settings.temperature, top_p=settings.top_p, greedy=greedy
+            temperature=1.0 if greedy else settings.temperature,
+            top_p=settings.top_p,
+            greedy=greedy,
+            stop=tuple(settings.stop),
         ),
         eos_ids=policy.tokenizer.eos_ids,
         record_hidden=False,
+        record_support=False,
+        tokenizer=KnownIds(policy.tokenizer),
     )
     engine.update_weights(0, nnx.state(policy.model, nnx.Param))
     return engine
-
-
-def _rows(policy: Policy, settings: EvaluationSettings) -> int:
-    """Answers in one call of the engine; fewer than asked for where their supports would fill the memory."""
-    if settings.top_p == 1:
-        return settings.rows
-    one = settings.max_new_tokens * policy.model.config.vocab_size // 8
-    return max(1, min(settings.rows, _SUPPORT_BYTES // max(1, one)))
 
 
 def _batch(

@@ -39,6 +39,8 @@ class InProcessEngine:
       record_hidden: also return the final hidden state behind every token.
       record_routes: also return the experts that ran at every position, prompts included.
       record_top_logps: also return so many of the most likely tokens at every position, with their log-probs.
+      record_support: keep the tokens that could be drawn where the distribution is cut, a bit for every token of the
+        vocabulary at every position; without it such samples can be read, but not be trained on.
       tokenizer: decodes responses where ``sampling.stop`` is to end them.
 
     Raises:
@@ -57,6 +59,7 @@ class InProcessEngine:
         record_hidden: bool = True,
         record_routes: bool = False,
         record_top_logps: int = 0,
+        record_support: bool = True,
         tokenizer: TextCodec | None = None,
     ) -> None:
         self._slots = SlotEngine(
@@ -69,6 +72,7 @@ class InProcessEngine:
             record_top_logps=record_top_logps,
         )
         self._config, self._sampling, self._tokenizer = config, sampling, tokenizer
+        self._record_support = record_support
         self._policy: PolicyWeights | None = None
         self._version = -1
         self._store = jax.jit(store, donate_argnums=0)
@@ -145,6 +149,7 @@ class _Run:
             sampling,
             rows=total,
             dtype=self._slots.compute.jnp_dtype,
+            support=engine._record_support,
         )
 
     def start(self) -> None:

@@ -43,15 +43,16 @@ def empty_record(
     *,
     rows: int,
     dtype: Any,
+    support: bool,
 ) -> Record:
-    """Nothing sampled yet for ``rows`` requests; hidden states are of ``dtype``."""
+    """Nothing sampled yet for ``rows`` requests; hidden states are of ``dtype``, and supports kept where asked for."""
     size = (rows, config.max_response_length)
     top = (*size, recording.top_logps)
     return Record(
         tokens=jnp.zeros(size, jnp.int32),
         logps=jnp.zeros(size, jnp.float32),
         versions=jnp.full(size, -1, jnp.int32),
-        support=jnp.zeros((*size, -(-shape.vocab_size // 8)), jnp.uint8) if sampling.cuts else None,
+        support=jnp.zeros((*size, -(-shape.vocab_size // 8)), jnp.uint8) if sampling.cuts and support else None,
         hidden=jnp.zeros((*size, shape.d_model), dtype) if recording.hidden else None,
         top_tokens=jnp.zeros(top, jnp.int32) if recording.top_logps else None,
         top_logps=jnp.zeros(top, jnp.float32) if recording.top_logps else None,
