@@ -229,7 +229,7 @@ def test_test_alone_runs_the_suite_in_a_process_more_than_there_are_cores(
     for cores, processes in ((2, "3"), (64, "8"), (None, "2")):
         monkeypatch.setattr(bootstrap.os, "cpu_count", lambda cores=cores: cores)
         bootstrap.main(["--venv", str(tmp_path / "env"), "test"])
-        assert executed.pop()[1:] == ["-m", "pytest", "-n", processes]
+        assert executed.pop()[1:] == ["-m", "pytest", "-n", processes, "--dist", "loadfile"]
 
 
 def test_train_hands_its_arguments_on_and_finds_the_clones_configuration(

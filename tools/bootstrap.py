@@ -330,9 +330,10 @@ def parse(arguments: "list[str]") -> argparse.Namespace:
     return options
 
 
-def test_workers() -> int:
-    """One process more than cores, because some tests wait for others; a process grows to 5 GB, hence at most 8."""
-    return min((os.cpu_count() or 1) + 1, 8)
+def whole_suite() -> "list[str]":
+    """pytest's arguments: one process more than cores, because some tests wait for others, and at most 8, because each
+    grows to 5 GB; a file's tests in one process, because they share what they compile."""
+    return ["-n", str(min((os.cpu_count() or 1) + 1, 8)), "--dist", "loadfile"]
 
 
 def main(arguments: "list[str]") -> int:
@@ -355,7 +356,7 @@ def main(arguments: "list[str]") -> int:
         return lint(venv)
     if options.command == "test":
         os.chdir(ROOT)
-        program = [str(python_of(venv)), "-m", "pytest", *(options.rest or ["-n", str(test_workers())])]
+        program = [str(python_of(venv)), "-m", "pytest", *(options.rest or whole_suite())]
     else:
         program = [str(venv / "bin" / "trm-jax"), "train", *map(in_clone, options.rest)]
     say("running " + " ".join(program))

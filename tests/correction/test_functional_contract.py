@@ -243,6 +243,7 @@ def add_up(name: str, parts: list[dict[str, Any]], whole: dict[str, Any]) -> Non
             np.testing.assert_allclose(sum(float(n) for _, n in counted), count, err_msg=f"{name}: {key}")
 
 
+@pytest.mark.slow
 def test_packed_equals_unpacked(baseline: Any) -> None:
     """Two sequences in a row of twice the length; advantages per token, decisions per segment."""
     flat = make()

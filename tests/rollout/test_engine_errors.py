@@ -86,7 +86,7 @@ def test_router_noise_on_a_dense_model_is_refused(tools):
             lambda: RolloutNumerics(kv_cache_dtype="int4"),
             "kv_cache_dtype='int4': choose one of float32, bfloat16, int8",
         ),
-        (lambda: RolloutNumerics(weight_format="int3"), "weight_format='int3': choose one of float32, bfloat16, int8"),
+        (lambda: RolloutNumerics(weight_format="int3"), "weight_format='int3': choose one of float32, bfloat16"),
         (lambda: RolloutNumerics(group_size=0), "group_size=0"),
         (lambda: RolloutNumerics(quantize_head=True), "quantize_head=true needs a quantised weight_format"),
         (lambda: RolloutNumerics(dtype="float16"), "dtype='float16'"),

@@ -21,6 +21,7 @@ MORE_FORMATS = [
     RolloutNumerics(weight_format="bfloat16", dtype="bfloat16"),
     RolloutNumerics(weight_format="int8", quantize_head=True),
     RolloutNumerics(weight_format="bfloat16"),
+    RolloutNumerics(weight_format="float16"),
     RolloutNumerics(dtype="bfloat16"),
     RolloutNumerics(weight_format="fp8"),
 ]
@@ -37,8 +38,8 @@ def rounded_model(tools, numerics):
 
     def one(path, variable):
         name, value = path[-1].key, variable.get_value()
-        if numerics.weight_format == "bfloat16":
-            value = value.astype(jnp.bfloat16).astype(jnp.float32)
+        if numerics.weight_format in ("bfloat16", "float16"):
+            value = value.astype(numerics.weight_format).astype(jnp.float32)
         elif name in MATMULS and numerics.weight_format != "float32":
             value = dequantize(quantize(value, numerics.weight_format, group_size=group), FLOAT32)
         elif name == "lm_head" and numerics.quantize_head:

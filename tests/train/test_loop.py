@@ -46,6 +46,7 @@ def test_held_weights_are_the_last_versions_and_stay_alive(make_config, make_run
         assert record["rollout/staleness_mean"] == min(2, before["version"])
 
 
+@pytest.mark.slow
 def test_samples_stand_as_text_beside_the_checkpoint(make_config, make_run, tmp_path):
     (record,) = go(make_run(make_config(NO_EVALUATION | {"steps": 1})))
     (path,) = (tmp_path / "run" / "samples").iterdir()

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 __all__ = ["QuantizedArray", "WeightFormat", "dequantize", "quantize"]
 
-WeightFormat = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
+WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]
 
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _STORAGE = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}

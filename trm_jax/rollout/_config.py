@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 from trm_jax.models import CacheDtype, ComputeConfig, ExpertImplementation, WeightFormat
 
@@ -59,9 +60,9 @@ class RolloutNumerics:
     """How the engine's arithmetic differs from the trainer's, each source by its own switch.
 
     Attributes:
-      weight_format: what the engine keeps of the weights: "float32" (the trainer's own), "bfloat16" (all of them), or
-        weight-only "int8" and "fp8" (per output channel) or "int4" (in groups along the input), which leave embedding
-        and norms as they are.
+      weight_format: what the engine keeps of the weights: "float32" (the trainer's own), "bfloat16" or "float16" (all
+        of them; float16 ends at 65504), or weight-only "int8" and "fp8" (per output channel) or "int4" (in groups along
+        the input), which leave embedding and norms as they are.
       group_size: input channels that share an int4 scale; divides every weight's input width.
       quantize_head: quantise the output head too.
       dtype: type of activations.
@@ -87,9 +88,9 @@ class RolloutNumerics:
     experts: ExpertImplementation | None = None
 
     def __post_init__(self) -> None:
-        formats = ("float32", "bfloat16", "int8", "int4", "fp8")
-        if self.weight_format not in formats:
-            raise ValueError(f"weight_format={self.weight_format!r}: choose one of {', '.join(formats)}.")
+        if self.weight_format not in get_args(WeightFormat):
+            formats = ", ".join(get_args(WeightFormat))
+            raise ValueError(f"weight_format={self.weight_format!r}: choose one of {formats}.")
         if self.group_size < 1:
             raise ValueError(f"group_size={self.group_size}: must be at least 1.")
         if self.quantize_head and self.weight_format not in ("int8", "int4", "fp8"):

@@ -17,6 +17,7 @@ from trm_jax.rollout._config import RolloutNumerics
 __all__ = ["EngineWeights", "WeightLag", "convert_weights"]
 
 _NOT_MATMUL = ("vocab", "norm", "bias")
+_CASTS = ("bfloat16", "float16")
 
 
 @jax.tree_util.register_dataclass
@@ -60,8 +61,8 @@ def convert_weights(graphdef: Any, params: nnx.State[Any, Any], numerics: Rollou
 
     def one(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> Any:
         value = variable.get_value()
-        if fmt == "bfloat16":
-            return variable.replace(value.astype(jnp.bfloat16))
+        if fmt in _CASTS:
+            return variable.replace(value.astype(fmt))
         if any(axis in _NOT_MATMUL for axis in variable.get_metadata("logical_axes")):
             return variable
         try:
@@ -70,8 +71,8 @@ def convert_weights(graphdef: Any, params: nnx.State[Any, Any], numerics: Rollou
             raise ValueError(f"parameter {jax.tree_util.keystr(path)}: {error}") from error
 
     converted = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    if fmt == "bfloat16":
-        return EngineWeights(converted, head.astype(jnp.bfloat16))
+    if fmt in _CASTS:
+        return EngineWeights(converted, head.astype(fmt))
     if not numerics.quantize_head:
         return EngineWeights(converted, head)
     return EngineWeights(converted, quantize(head.T, fmt, group_size=numerics.group_size if fmt == "int4" else None))

@@ -26,6 +26,7 @@ def model() -> Transformer:
     return Transformer(TransformerConfig(**shape, n_experts=4, experts_per_token=2), rngs=nnx.Rngs(3))
 
 
+@pytest.mark.slow
 def test_they_are_those_of_the_in_process_engine(model):
     params = nnx.state(model, nnx.Param)
     kind = {"numerics": RolloutNumerics(), "eos_ids": (3,), "record_routes": True}
