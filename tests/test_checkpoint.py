@@ -123,6 +123,24 @@ def test_the_template_may_be_shapes_and_sees_the_saved_state(two):
     assert_same_bits(arrays, arrays_of(2.0))
 
 
+def test_threads_may_save_at_once(tmp_path):
+    """As a trainer does that publishes weights ahead of its own checkpoints; Orbax by itself stops for ever here."""
+    program = (
+        "import sys, threading; from pathlib import Path; import jax.numpy as jnp\n"
+        "from trm_jax.checkpoint import Checkpointer\n"
+        "def save(name):\n"
+        "    keeper = Checkpointer(Path(sys.argv[1]) / name, report=print)\n"
+        "    for step in range(12): keeper.save(step, {'a': jnp.full(9, step)}, {})\n"
+        "    assert keeper.steps() == [10, 11]\n"
+        "threads = [threading.Thread(target=save, args=(name,)) for name in 'abcd']\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print('saved')"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "saved\n"
+
+
 def test_only_the_newest_are_kept(tmp_path):
     keeper = Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 10):

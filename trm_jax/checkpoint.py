@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ import orbax.checkpoint as ocp
 __all__ = ["CheckpointError", "Checkpointer"]
 
 _PREFIX = "step_"
+_ORBAX = threading.Lock()
+"""Two saves at once, of two directories even, wait for each other's signals, which Orbax numbers in one sequence."""
 
 
 class CheckpointError(RuntimeError):
@@ -84,7 +87,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             named = _by_path(arrays)
-            with _orbax_keeps_its_tracebacks(), ocp.StandardCheckpointer() as writer:
+            with _ORBAX, _orbax_keeps_its_tracebacks(), ocp.StandardCheckpointer() as writer:
                 writer.save(partial / "arrays", named)
             (partial / "layout.json").write_text(json.dumps(_layout(named), indent=1), encoding="utf-8")
             (partial / "state.json").write_text(json.dumps(state, sort_keys=True, indent=1), encoding="utf-8")
@@ -134,7 +137,7 @@ class Checkpointer:
                 expected = template(state)
                 named = _by_path(jax.tree.map(_abstract, expected))
                 _check_layout(json.loads((path / "layout.json").read_text(encoding="utf-8")), _layout(named))
-                with ocp.StandardCheckpointer() as reader:
+                with _ORBAX, ocp.StandardCheckpointer() as reader:
                     flat = reader.restore(path / "arrays", named)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
