@@ -17,7 +17,6 @@ from trm_jax.rollout._config import RolloutNumerics
 __all__ = ["EngineWeights", "WeightLag", "convert_weights"]
 
 _NOT_MATMUL = ("vocab", "norm", "bias")
-_CASTS = ("bfloat16", "float16")
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +60,7 @@ def convert_weights(graphdef: Any, params: nnx.State[Any, Any], numerics: Rollou
 
     def one(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> Any:
         value = variable.get_value()
-        if fmt in _CASTS:
+        if fmt == "bfloat16" or fmt == "float16":
             return variable.replace(value.astype(fmt))
         if any(axis in _NOT_MATMUL for axis in variable.get_metadata("logical_axes")):
             return variable
@@ -71,7 +70,7 @@ def convert_weights(graphdef: Any, params: nnx.State[Any, Any], numerics: Rollou
             raise ValueError(f"parameter {jax.tree_util.keystr(path)}: {error}") from error
 
     converted = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    if fmt in _CASTS:
+    if fmt == "bfloat16" or fmt == "float16":
         return EngineWeights(converted, head.astype(fmt))
     if not numerics.quantize_head:
         return EngineWeights(converted, head)
