@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from trm_jax.models import ComputeConfig, TransformerConfig, init_cache
+from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, init_cache
 
 INT8 = ComputeConfig(kv_cache_dtype="int8")
 SHAPE = TransformerConfig(vocab_size=11, d_model=16, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=4, d_ff=16)
@@ -89,3 +91,18 @@ def test_prompts_and_decoding_see_the_same_rounded_keys(build, forward, kind, ch
 def test_an_unknown_type_is_refused():
     with pytest.raises(ValueError, match="kv_cache_dtype='int4': choose one of float32, bfloat16, int8"):
         ComputeConfig(kv_cache_dtype="int4")
+
+
+def test_a_decode_step_does_not_copy_the_cache():
+    """Donated, it is written where it lies; as an input and an output of every layer it would be held twice."""
+    shape = TransformerConfig(vocab_size=11, d_model=16, n_layers=4, n_heads=2, n_kv_heads=2, head_dim=8, d_ff=16)
+    graphdef, params = nnx.split(Transformer(shape, rngs=nnx.Rngs(0)), nnx.Param)
+    cache = init_cache(shape, 16, 512, ComputeConfig())
+
+    def step(params, cache, tokens, positions):
+        return nnx.merge(graphdef, params)(tokens, positions=positions, cache=cache).cache
+
+    tokens = jnp.zeros((16, 1), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=1).lower(params, cache, tokens, tokens).compile()
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert compiled.memory_analysis().temp_size_in_bytes < whole / 2 + whole / shape.n_layers

@@ -134,8 +134,20 @@ class Program:
 
 
 @pytest.fixture(scope="session")
-def start_program(cache_directory: Path) -> Callable[[Path], Program]:
-    return lambda folder: Program(folder, cache_directory)
+def start_program(driver: ModuleType, cache_directory: Path) -> Callable[[Path], Program]:
+    """Of a folder to run in, which gets ``tiny.toml``."""
+
+    def start(folder: Path) -> Program:
+        lines = []
+        for key, value in driver.tiny("unused").items():
+            if isinstance(value, dict):
+                lines += [f"{key}.{name} = {json.dumps(entry)}" for name, entry in value.items()]
+            else:
+                lines.append(f"{key} = {json.dumps(value)}")
+        (folder / "tiny.toml").write_text("\n".join(lines))
+        return Program(folder, cache_directory)
+
+    return start
 
 
 def held_arrays(directory: Path) -> tuple[int, dict[str, np.ndarray]]:
@@ -147,9 +159,8 @@ def held_arrays(directory: Path) -> tuple[int, dict[str, np.ndarray]]:
     for name, text in layout.items():
         dtype, _, shape = text.partition("[")
         template[name] = np.zeros(json.loads(f"[{shape}"), dtype)
-    found = keeper.restore_latest(lambda _: template)
-    assert found is not None
-    return found[0], found[1]
+    step, arrays, _ = keeper.restore_latest(lambda _: template)
+    return step, arrays
 
 
 def comparable_rows(path: Path) -> list[dict[str, Any]]:

@@ -391,7 +391,6 @@ def test_an_architecture_is_chosen_by_name_and_changed_by_its_fields(tmp_path: P
         .arms[0]
         .train.model.scratch(14)
     )
-    assert shape.latent is not None
     assert (shape.latent.kv_rank, shape.latent.rope_dim, shape.expert_scale) == (20, 12, 2.0)
     assert (shape.vocab_size, shape.n_layers, shape.n_dense_layers, shape.n_experts) == (14, 3, 1, 8)
     assert load(tmp_path, text, "model.n_experts=4").arms[0].train.model.scratch(14).n_experts == 4

@@ -16,14 +16,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def program(driver, folder: Path, start_program):
-    lines = []
-    for key, value in driver.tiny("unused").items():
-        if isinstance(value, dict):
-            lines += [f"{key}.{name} = {json.dumps(entry)}" for name, entry in value.items()]
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    (folder / "tiny.toml").write_text("\n".join(lines))
+def program(start_program, folder: Path):
     return start_program(folder)
 
 

@@ -5,6 +5,7 @@ from trm_jax.rollout._config import RolloutNumerics as RolloutNumerics
 from trm_jax.rollout._config import SamplingConfig as SamplingConfig
 from trm_jax.rollout._engine import InProcessEngine as InProcessEngine
 from trm_jax.rollout._protocol import Engine as Engine
+from trm_jax.rollout._requests import Requests as Requests
 from trm_jax.rollout._sampling import RowSampling as RowSampling
 from trm_jax.rollout._sampling import draw_tokens as draw_tokens
 from trm_jax.rollout._sampling import pack_support as pack_support

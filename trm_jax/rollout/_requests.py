@@ -85,6 +85,17 @@ class Requests:
         """Its tokens, without padding."""
         return self.tokens[request, : self.lengths[request]]
 
+    def neighbours(self, most: int) -> list[list[int]]:
+        """Requests that stand side by side with one prompt, at most ``most`` together: one question to a server."""
+        groups: list[list[int]] = []
+        for row in range(len(self)):
+            last = groups[-1] if groups else []
+            if last and len(last) < most and np.array_equal(self.prompt(last[0]), self.prompt(row)):
+                last.append(row)
+            else:
+                groups.append([row])
+        return groups
+
     def admissions(self, taken: Sequence[tuple[int, int]], prefill_rows: int) -> Iterator[Admission]:
         """Splits ``(slot, request)`` pairs into prefill calls of at most ``prefill_rows`` different prompts."""
         row_of: dict[bytes, int] = {}

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -16,6 +15,7 @@ from trm_jax.rollout import (
     EngineConfig,
     EngineWeights,
     Recording,
+    Requests,
     RolloutNumerics,
     SamplingConfig,
     convert_weights,
@@ -131,20 +131,20 @@ class RemoteEngine:
           sampling: overrides the engine's own options for this call.
 
         Raises:
-          ValueError: a prompt that the server does not take.
+          ValueError: a prompt that the server does not take, naming the row.
           RuntimeError: before the first ``update_weights``.
           ServingError: the server failed, or stayed away longer than the connection's patience.
         """
         if self._version < 0:
             raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
         sampling = self._sampling if sampling is None else sampling
-        groups = self._groups(prompts)
-        seeds = np.asarray(prompts.seeds, np.uint32)
+        requests = Requests.of(prompts, limit=self._config.max_prompt_length, vocab_size=self._shape.vocab_size)
+        groups = requests.neighbours(self._samples)
         answers = self._client.generate(
             [
                 SampleRequest(
-                    prompt=prompt,
-                    seeds=seeds[rows].tolist(),
+                    prompt=requests.prompt(rows[0]).tolist(),
+                    seeds=requests.seeds[rows].tolist(),
                     max_tokens=self._config.max_response_length,
                     sampling=sampling,
                     hidden=self._recording.hidden,
@@ -152,12 +152,12 @@ class RemoteEngine:
                     routes=self._recording.routes,
                     version=None if self._in_flight else self._version,
                 )
-                for prompt, rows in groups
+                for rows in groups
             ]
         )
         by_row = {
             row: completion
-            for (_, rows), completions in zip(groups, answers, strict=True)
+            for rows, completions in zip(groups, answers, strict=True)
             for row, completion in zip(rows, completions, strict=True)
         }
         return batch_of(
@@ -169,21 +169,6 @@ class RemoteEngine:
             sampling=sampling,
             dtype=self._numerics.compute().jnp_dtype,
         )
-
-    def _groups(self, prompts: PromptBatch) -> list[tuple[list[int], list[int]]]:
-        """``(prompt, rows)`` of neighbouring rows with one prompt."""
-        tokens, mask = np.asarray(prompts.tokens), np.asarray(prompts.mask)
-        groups: list[tuple[list[int], list[int]]] = []
-        for row, (ids, real) in enumerate(zip(tokens, mask, strict=True)):
-            length = int(real.sum())
-            if not real[:length].all():
-                raise ValueError(f"prompt in row {row} is not left-aligned: its mask has a gap before token {length}.")
-            prompt = ids[:length].tolist()
-            if groups and groups[-1][0] == prompt and len(groups[-1][1]) < self._samples:
-                groups[-1][1].append(row)
-            else:
-                groups.append((prompt, [row]))
-        return groups
 
     def _give_weights_again(self) -> None:
         """After the server was away: it may be a new process with its first weights."""

@@ -137,7 +137,7 @@ def test_mostly_faulty_rows_raise_in_any_case(tools: Any) -> None:
     [
         ({"mask": np.zeros((12, 5), bool)}, "row 0 has 0 tokens"),
         ({"mask": np.tile([True, False, True, False, False], (12, 1))}, "row 0 is not left-aligned"),
-        ({"tokens": np.full((12, 5), 13)}, r"row 0: token id 13 is outside the vocabulary \[0, 13\)"),
+        ({"tokens": np.full((12, 5), 13)}, r"row 0, position 0: token id 13 is outside the vocabulary \[0, 13\)"),
         ({"tokens": np.ones((12, 9)), "mask": np.ones((12, 9), bool)}, "row 0 has 9 tokens; the engine takes 1 to"),
     ],
 )

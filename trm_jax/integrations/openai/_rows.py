@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trm_jax.integrations.openai._samples import SENTINEL, Sample
-from trm_jax.rollout import EngineConfig
+from trm_jax.rollout import EngineConfig, Requests
 from trm_jax.types import PromptBatch, RolloutBatch
 
 __all__ = ["Group", "groups_of", "support_fault", "to_rollout"]
@@ -43,27 +43,11 @@ def groups_of(prompts: PromptBatch, *, limit: int, vocab_size: int, together: bo
     Raises:
       ValueError: naming the first row that is empty, too long, not left-aligned or outside the vocabulary.
     """
-    tokens, mask = np.asarray(prompts.tokens), np.asarray(prompts.mask)
-    seeds = np.asarray(prompts.seeds, np.uint32)
-    groups: list[Group] = []
-    for row, (ids, real) in enumerate(zip(tokens, mask, strict=True)):
-        length = int(real.sum())
-        if not 1 <= length <= limit:
-            raise ValueError(
-                f"prompt in row {row} has {length} tokens; the engine takes 1 to max_prompt_length={limit}. Raise "
-                "max_prompt_length or drop the prompt."
-            )
-        if not real[:length].all():
-            raise ValueError(f"prompt in row {row} is not left-aligned: its mask has a gap before token {length}.")
-        prompt = [int(i) for i in ids[:length]]
-        if bad := [i for i in prompt if not 0 <= i < vocab_size]:
-            raise ValueError(f"prompt in row {row}: token id {bad[0]} is outside the vocabulary [0, {vocab_size}).")
-        if together and groups and groups[-1].prompt == prompt:
-            groups[-1].rows.append(row)
-            groups[-1].seeds.append(int(seeds[row]))
-        else:
-            groups.append(Group(prompt=prompt, rows=[row], seeds=[int(seeds[row])]))
-    return groups
+    requests = Requests.of(prompts, limit=limit, vocab_size=vocab_size)
+    return [
+        Group(prompt=requests.prompt(rows[0]).tolist(), rows=rows, seeds=requests.seeds[rows].tolist())
+        for rows in requests.neighbours(len(requests) if together else 1)
+    ]
 
 
 def support_fault(sample: Sample, asked: int) -> str:
