@@ -34,18 +34,18 @@ CONFIG = """
 params = { min_terms = 4, max_terms = 4, min_digits = 1, max_digits = 1 }
 train_size = 5000
 [model]
-d_model = 96
-d_ff = 384
+d_model = 128
+d_ff = 512
 [warmstart]
 steps = 0
 [correction]
 preset = "cis"
 [rollout]
-prompts_per_step = 16
+prompts_per_step = 8
 samples_per_prompt = 8
 max_prompt_length = 8
-max_response_length = 24
-slots = 128
+max_response_length = 96
+slots = 32
 decode_chunk = 12
 [eval]
 prompts = 0
