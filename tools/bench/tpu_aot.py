@@ -7,11 +7,11 @@
 
 Needs libtpu. Each case is one kernel call compiled ahead of time; recorded are the bytes of temporaries in device
 memory (``memory_analysis``), their share of one float32 ``[N, V]`` array, and whether the program has a buffer of that
-size. The compiler refuses a kernel whose blocks do not fit the chip's vector memory: compiling is their test. A sharded
-case is a whole operator on a mesh of a topology's devices, the head's rows over one axis and tokens over the other;
-recorded are also the bytes of every collective's result. Results are added to the file, in place of earlier ones of
-the same case; ``--missing`` leaves out the cases that the file has from the same sources and versions, so that a run
-that was interrupted goes on.
+size that is neither argument nor output. The compiler refuses a kernel whose blocks do not fit the chip's vector
+memory: compiling is their test. A sharded case is a whole operator on a mesh of a topology's devices, the head's rows
+over one axis and tokens over the other; recorded are also the bytes of every collective's result. Results are added to
+the file, in place of earlier ones of the same case; ``--missing`` leaves out the cases that the file has from the same
+sources and versions, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -199,16 +199,20 @@ def compile_case(case: Case) -> dict[str, Any]:
         return record | {"error": str(error)[:400]}
     logits = 4 * case.tokens * case.vocabulary
     memory: Any = compiled.memory_analysis()
-    sizes = [  # of all but the arguments: at N = D the head has as many elements as the logits
-        int(np.prod([int(x) for x in dims.split(",")], dtype=np.int64))
-        for line in (compiled.as_text() or "").splitlines()
-        if " parameter(" not in line
-        for dims in re.findall(r"= \(?\w+\[([\d,]+)\]", line)
-    ]
+    outputs = {tuple(out.shape) for out in jax.tree.leaves(compiled.out_info)}
+    shapes = (
+        {  # of all but arguments and outputs: at N = D the head and its gradient have as many elements as the logits
+            tuple(int(x) for x in dims.split(","))
+            for line in (compiled.as_text() or "").splitlines()
+            if " parameter(" not in line
+            for dims in re.findall(r"= \(?\w+\[([\d,]+)\]", line)
+        }
+        - outputs
+    )
     return record | {
         "temp_bytes": memory.temp_size_in_bytes,
         "temp_share_of_logits": memory.temp_size_in_bytes / logits,
-        "has_logits_buffer": case.tokens * case.vocabulary in sizes,
+        "has_logits_buffer": case.tokens * case.vocabulary in map(math.prod, shapes),
         "compile_seconds": round(time.perf_counter() - start, 1),
     }
 
