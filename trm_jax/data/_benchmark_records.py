@@ -12,6 +12,7 @@ from trm_jax.data._records import Record, as_text, shorten
 __all__ = ["Entry", "competition", "dapo", "gsm8k", "mathematics", "minerva", "mmlu_stem", "olympiad", "svamp"]
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
+_DEGREES = re.compile(r"\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)$")
 _QUESTIONS = ("problem", "question", "Problem", "Question")
 _ANSWERS = ("answer", "expected_answer", "final_answer", "reward_model.ground_truth", "Answer")
 _LETTERS = "ABCDEFGHIJ"
@@ -63,6 +64,8 @@ def mathematics(record: Record) -> Entry:
     kept = {name: record.value(name, name) for name in ("level", "subject", "type") if record.has(name, name)}
     if record.has("answer", *_ANSWERS):
         answer = _joined(record)
+        if "####" in answer:
+            raise record.fail("the answer is a solution that ends in '#### N'; is it a file of gsm8k's?")
     elif solution is not None:
         try:
             answer = boxed_answer(solution)
@@ -81,9 +84,9 @@ def minerva(record: Record) -> Entry:
 
 
 def competition(record: Record) -> Entry:
-    """``problem``; an integer in one of several columns, as text or number, with leading zeros (``025``) or without."""
+    r"""``problem``; an integer in one of several columns: text or number, with leading zeros (``025``) or ``^\circ``."""
     question = _last_message(record, *_QUESTIONS, "prompt")
-    reference = plain_number(_joined(record))
+    reference = plain_number(_DEGREES.sub("", _joined(record).strip().strip("$")))
     if not re.fullmatch(r"-?\d+", reference):
         raise record.fail(f"the answer is {shorten(reference)!r}; a whole number is required")
     return Entry(question, reference)
