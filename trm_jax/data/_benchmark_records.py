@@ -84,7 +84,7 @@ def minerva(record: Record) -> Entry:
 
 
 def competition(record: Record) -> Entry:
-    r"""``problem``; an integer in one of several columns: text or number, with leading zeros (``025``) or ``^\circ``."""
+    """``problem``; an integer in one of several columns: text or number, leading zeros and degrees dropped."""
     question = _last_message(record, *_QUESTIONS, "prompt")
     reference = plain_number(_DEGREES.sub("", _joined(record).strip().strip("$")))
     if not re.fullmatch(r"-?\d+", reference):

@@ -58,9 +58,9 @@ class MathVerifier:
 
     A reward function: 1.0 for an answer equal to the reference, 0.0 for anything else, a failure or an overrun
     included (``counts`` tells them apart). The answer is taken from the last ``\\boxed{...}``, from after the last
-    ``####`` or ``Answer:`` (as a formula, or as a number with words around it), or else as math-verify finds it, the last
-    expression first. Where the problem's ``metadata["tolerance"]`` is a number, a number that close to the reference is
-    right.
+    ``####`` or ``Answer:`` (as a formula, or as a number with words around it), or else as math-verify finds it, the
+    last expression first. Where the problem's ``metadata["tolerance"]`` is a number, a number that close to the
+    reference is right.
 
     math-verify stops long work with an alarm signal, which goes by the clock, only fires in a main thread, and not
     inside one long arithmetic operation. So each worker has a timer of its own that goes by processor time, half of
