@@ -87,6 +87,17 @@ def test_another_checkpoint_has_another_identity(tmp_path: Path, directory: Path
     assert open_policy(directory, chat="plain").identity != identity
 
 
+def test_the_context_is_what_the_files_say(tmp_path: Path, directory: Path) -> None:
+    assert open_policy(directory).context == 4096
+    long = checkpoint(tmp_path / "long")
+    raw = json.loads((long / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    (long / "config.json").write_text(json.dumps(raw | {"rope_scaling": yarn}))
+    assert open_policy(long).context == 16384
+    (long / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": None}))
+    assert open_policy(long).context is None
+
+
 def test_ids_of_a_padded_embedding_write_nothing(tmp_path: Path) -> None:
     policy = open_policy(checkpoint(tmp_path / "m", vocab=120))
     assert policy.tokenizer.vocab_size == 120 < policy.model.config.vocab_size

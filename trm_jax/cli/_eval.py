@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -97,6 +98,12 @@ class Eval:
                     if heldout is None:
                         raise ValueError(f"heldout: the run {self.checkpoint} was made without any (eval.prompts=0)")
                     tasks.append(heldout)
+                shots = json.loads((Path(self.checkpoint) / "config.json").read_text(encoding="utf-8"))["task"]["shots"]
+                if shots and self.benchmarks != ("heldout",):
+                    print(
+                        f"note: the {shots} worked examples of this run (task.shots) stand before its own heldout "
+                        "problems alone; benchmarks are asked without any"
+                    )
             else:
                 policy = open_policy(self.checkpoint, chat=self.chat, system=self.system)
             progress = stack.enter_context(EvaluationProgress())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trm_jax.data import Tokenizer
-from trm_jax.models import Transformer, find_smollm2, load_pretrained
+from trm_jax.models import Transformer, YarnConfig, find_smollm2, load_pretrained
 
 if TYPE_CHECKING:
     from trm_jax.models.pretrained import PretrainedTokenizer
@@ -31,6 +32,7 @@ class Policy:
       tokenizer: writes responses as text, and knows end and padding.
       encode: a user's message → the ids of its prompt.
       identity: what makes these answers this checkpoint's; a resumed evaluation must have the same.
+      context: tokens of prompt and answer together that it was made for; None where nothing is known.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Policy:
     tokenizer: Tokenizer
     encode: Callable[[str], list[int]]
     identity: Mapping[str, Any]
+    context: int | None = None
 
 
 def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str = "") -> Policy:
@@ -93,7 +96,18 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
             "chat": chats,
             "system": system,
         },
+        context=_context(path, model.config.yarn),
     )
+
+
+def _context(path: Path, yarn: YarnConfig | None) -> int | None:
+    """``max_position_embeddings``, or what YaRN makes of the context of pretraining."""
+    from trm_jax.models.pretrained import read_gguf
+
+    raw = read_gguf(path).config if path.is_file() else json.loads((path / "config.json").read_text(encoding="utf-8"))
+    said = raw.get("max_position_embeddings")
+    stretched = 0 if yarn is None else int(yarn.factor * yarn.original_length)
+    return max(int(said or 0), stretched) or None
 
 
 def _encoder(words: PretrainedTokenizer, system: str) -> Callable[[str], list[int]]:
