@@ -20,7 +20,7 @@ class Eval:
     The checkpoint is a Hugging Face directory, a .gguf file, smollm2 (see fetch), or the directory of one run of
     `trm-jax train` (RUN/arms/ARM/seedN, at its newest checkpoint). Each benchmark is NAME=PATH, a file as its authors
     publish it: `trm-jax tasks benchmarks` lists names and sources. gsm8k_sample and one_step come with the package;
-    heldout is what a run's own evaluation asks.
+    heldout is what a run's own evaluation asks, with its worked examples (task.shots); benchmarks are asked without.
       trm-jax eval smollm2 gsm8k=test.jsonl math500=math500.json --max-new-tokens 256
       trm-jax eval Qwen3-8B aime25=aime25.jsonl --samples 32 --temperature 1 --top-p 0.95 --max-new-tokens 8192
     The directory gets a JSON line an answer and results.json. A run that was interrupted, even by kill -9, goes on with
