@@ -59,7 +59,7 @@ class Eval:
     batch: int = 0
     """Answers between two writes to disk, what a kill may cost; 0 is four times slots."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and of the key/value cache."""
+    """Type of activations, of the key/value cache, and of the weights (a run's stay as they were trained)."""
     resume: bool = False
     """Go on with the evaluation that stands in the directory."""
 
@@ -105,7 +105,7 @@ class Eval:
                         "problems alone; benchmarks are asked without any"
                     )
             else:
-                policy = open_policy(self.checkpoint, chat=self.chat, system=self.system)
+                policy = open_policy(self.checkpoint, chat=self.chat, system=self.system, dtype=self.dtype)
             progress = stack.enter_context(EvaluationProgress())
             results = run_evaluation(policy, tasks, settings, self.directory, resume=self.resume, progress=progress)
         Console().print(evaluation_table(results))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax.numpy as jnp
+
 from trm_jax.data import Tokenizer
 from trm_jax.models import Transformer, YarnConfig, find_smollm2, load_pretrained
 
@@ -43,7 +45,7 @@ class Policy:
     context: int | None = None
 
 
-def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str = "") -> Policy:
+def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str = "", dtype: str = "float32") -> Policy:
     """A pretrained model with its tokenizer.
 
     Args:
@@ -52,9 +54,10 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
       chat: ``chat`` writes a message by the checkpoint's template, ``plain`` as it is with a newline after it, after
         the beginning-of-sequence token where the tokenizer adds one; ``auto`` is ``chat`` where there is a template.
       system: the system message of a chat; empty leaves it to the template.
+      dtype: of its weights, "float32" or "bfloat16".
 
     Returns:
-      The policy, its weights in float32.
+      The policy.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
@@ -79,7 +82,7 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
     chats = words.chat_template is not None and chat != "plain"
     if system and not chats:
         raise ValueError(f"system={system!r}: a plain prompt has no system message; leave it out, or choose chat=chat")
-    model = load_pretrained(path)
+    model = load_pretrained(path, param_dtype=jnp.dtype(dtype))
     if words.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{path}: the tokenizer has {words.vocab_size} ids, the model {model.config.vocab_size}; do they belong "
