@@ -140,6 +140,7 @@ def test_olympiad_leaves_out_the_problem_that_its_authors_withdrew(tmp_path: Pat
         ({"problem": None, "question": "p", "answer": None, "expected_answer": "6"}, "6"),
         ({"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "8"}}, "8"),
         ({"question": "p", "answer": r"336^\circ"}, "336"),
+        ({"id": 1, "problem": "p", "solution": r"\boxed{033}", "url": "u"}, "33"),
         ({"question": "p", "answer": r"$336^{\circ}$"}, "336"),
         ({"id": "i", "problem": "p", "expected_answer": "588", "reference_solution": r"\boxed{589}"}, "588"),
     ],
