@@ -223,6 +223,16 @@ def test_a_scorer_that_raises_gives_zero_and_is_counted() -> None:
     assert task.scoring_errors == 1
 
 
+def test_a_scorer_that_takes_any_text_for_right_is_replaced() -> None:
+    task = reasoning_gym_task("game_of_life_halting")
+    problems = [task.train(8)[i] for i in range(8)]
+    assert {problem.reference for problem in problems} == {"True", "False"}
+    for problem in problems:
+        other = {"True": "False", "False": "True"}[problem.reference]
+        assert task(problem, f"so <answer>{problem.reference.lower()}</answer>") == 1.0
+        assert [task(problem, text) for text in (other, "???", "", f"not {problem.reference}")] == [0.0] * 4
+
+
 def test_puzzles_with_many_solutions_have_no_demonstration() -> None:
     problem = reasoning_gym_task("rush_hour").train(1)[0]
     assert (problem.reference, problem.demonstration) == ("", None)

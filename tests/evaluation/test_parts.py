@@ -152,6 +152,15 @@ def test_tasks_that_cannot_be_found(text: str, message: str) -> None:
         parse_task(text)
 
 
+def test_a_question_about_options_shows_them(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"question": "which?", "choices": ["u", "v"], "answer": 1, "subject": "astronomy"}\n')
+    assert parse_task(f"mmlu_stem={path}", prompt_format="{question} {choices}").prompt_format == "{question} {choices}"
+    for hiding in ("boxed", "{question}"):
+        with pytest.raises(ValueError, match=r"mmlu_stem asks for the letter .*: leave it at 'options', or give"):
+            parse_task(f"mmlu_stem={path}", prompt_format=hiding)
+
+
 def test_a_task_has_a_name_for_a_file_and_every_index_once() -> None:
     from trm_jax.data import Problem
 

@@ -90,7 +90,9 @@ class Eval:
                 "(task.system_prompt); leave them out"
             )
         if "heldout" in self.benchmarks and not run:
-            raise ValueError("heldout: only a run of `trm-jax train` has problems of its own; name a benchmark")
+            raise ValueError(
+                "heldout: only a run of `trm-jax train` (RUN/arms/ARM/seedN) has problems of its own; name a benchmark"
+            )
         with contextlib.ExitStack() as stack:
             if run:
                 policy, heldout = stack.enter_context(open_run(self.checkpoint))

@@ -34,6 +34,10 @@ _EVALUATING = (
 )
 
 
+# A scorer of reasoning-gym 0.1.25 that gives every text its full score, for every text is true in Python.
+_CREDULOUS = ("game_of_life_halting",)
+
+
 def gym_factory() -> Any:
     """reasoning-gym's own registry; ImportError when it is not installed."""
     gym = import_extra("reasoning_gym", extra="tasks", purpose="a reasoning-gym task")
@@ -152,8 +156,9 @@ class ReasoningGymTask:
         """1.0 when reasoning-gym gives the extracted answer its full score, else 0.0.
 
         Partial credit counts as 0, and so does a response on which the scorer raises or runs away (counted in
-        ``scoring_errors``). Scorers that would evaluate an answer as code run in a process of their own, which only
-        takes plain arithmetic. Of a long response only the end is read.
+        ``scoring_errors``). A scorer that takes any text for right is replaced by a comparison. Scorers that would
+        evaluate an answer as code run in a process of their own, which only takes plain arithmetic. Of a long response
+        only the end is read.
 
         Args:
           problem: a problem of this task.
@@ -168,6 +173,8 @@ class ReasoningGymTask:
         response = response[-max(_READ, 4 * len(problem.reference)) :]
         try:
             given = self._form.extract(response) if self._form is not None else _tagged_or_whole(response)
+            if self._name in _CREDULOUS:
+                return float(given.casefold() == problem.reference.casefold())
             if self._name in _EVALUATING:
                 return self._score_apart(given, entry)
             return float(self._scorer(answer=given, entry=entry) == 1.0)
