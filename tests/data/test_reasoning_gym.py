@@ -223,14 +223,31 @@ def test_a_scorer_that_raises_gives_zero_and_is_counted() -> None:
     assert task.scoring_errors == 1
 
 
-def test_a_scorer_that_takes_any_text_for_right_is_replaced() -> None:
-    task = reasoning_gym_task("game_of_life_halting")
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("game_of_life_halting", "so <answer>{}</answer>", ("???", "not {}", "")),
+        ("coin_flip", "{}", ("0", "2", "{}1e0", "1e30000000", "-1e-30000000", "1/0", "nan", "")),
+        ("complex_arithmetic", "{}", ("nan", "nan + nani", "NaN", "inf", "")),
+    ],
+)
+def test_answers_that_a_scorer_takes_for_right_wrongly(name: str, right: str, wrong: tuple[str, ...]) -> None:
+    task = reasoning_gym_task(name, compact=False)
     problems = [task.train(8)[i] for i in range(8)]
-    assert {problem.reference for problem in problems} == {"True", "False"}
+    assert len({problem.reference for problem in problems}) > 1
+    began = time.process_time()
     for problem in problems:
-        other = {"True": "False", "False": "True"}[problem.reference]
-        assert task(problem, f"so <answer>{problem.reference.lower()}</answer>") == 1.0
-        assert [task(problem, text) for text in (other, "???", "", f"not {problem.reference}")] == [0.0] * 4
+        assert task(problem, right.format(problem.reference)) == 1.0
+        assert [task(problem, text.format(problem.reference)) for text in wrong] == [0.0] * len(wrong)
+        others = {other.reference for other in problems} - {problem.reference}
+        assert not any(task(problem, other) for other in others)
+    assert time.process_time() - began < 2  # 10 to the power of 30,000,000 takes minutes
+
+
+def test_a_chance_may_be_given_as_a_fraction() -> None:
+    task = reasoning_gym_task("coin_flip")
+    half = dataclasses.replace(task.train(1)[0], reference="0.5")
+    assert [task(half, text) for text in ("1/2", ".5", "0.50005", "0.5002", "5/10.0")] == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_puzzles_with_many_solutions_have_no_demonstration() -> None:
