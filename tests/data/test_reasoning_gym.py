@@ -244,6 +244,18 @@ def test_answers_that_a_scorer_takes_for_right_wrongly(name: str, right: str, wr
     assert time.process_time() - began < 2  # 10 to the power of 30,000,000 takes minutes
 
 
+def test_a_puzzle_is_solved_with_its_own_numbers_and_exactly() -> None:
+    task = reasoning_gym_task("puzzle24")
+    first, second = (task.train(64)[i] for i in range(2))
+    assert [task(first, first.reference), task(second, second.reference)] == [1.0, 1.0]
+    assert [task(first, text) for text in (second.reference, "6*4*1*1", "24", f"{first.reference} + 0")] == [0.0] * 4
+    # 5·5 - 1/3 is 24 and two thirds, of which reasoning-gym's scorer sees the 24 alone.
+    near = dataclasses.replace(first, metadata={**first.metadata, "numbers": [5, 5, 1, 3]})
+    assert task(near, "5*5 - 1/3") == 0.0
+    assert task(dataclasses.replace(near, metadata={"numbers": [5, 5, 1, 1]}), "5*5 - 1**1") == 0.0
+    assert task(dataclasses.replace(near, metadata={"numbers": [5, 5, 1, 1]}), "5*5 - 1/1") == 1.0
+
+
 def test_a_chance_may_be_given_as_a_fraction() -> None:
     task = reasoning_gym_task("coin_flip")
     half = dataclasses.replace(task.train(1)[0], reference="0.5")

@@ -170,7 +170,7 @@ class ReasoningGymTask:
         response = response[-max(_READ, 4 * len(problem.reference)) :]
         try:
             given = self._form.extract(response) if self._form is not None else _tagged_or_whole(response)
-            if self._name in MUST_HOLD and not MUST_HOLD[self._name](given, problem.reference):
+            if self._name in MUST_HOLD and not MUST_HOLD[self._name](given, problem):
                 return 0.0
             if self._name in _EVALUATING:
                 return self._score_apart(given, entry)
