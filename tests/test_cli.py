@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import trm_jax.evaluation
 import trm_jax.train
 from trm_jax import cli
 from trm_jax.data import BENCHMARKS
@@ -260,6 +262,22 @@ def test_mistakes_in_an_evaluation_are_one_line(capsys, tmp_path, monkeypatch):
     assert "at temperature 0" in failure(capsys, "eval", "nowhere", "gsm8k_sample", "--samples", "4")
     assert "heldout: only a run" in failure(capsys, "eval", "nowhere", "heldout")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("shots", "asked", "said"), [(3, ["heldout", "one_step"], 1), (3, ["heldout"], 0), (0, ["one_step"], 0)]
+)
+def test_it_is_said_that_benchmarks_are_asked_without_a_runs_worked_examples(
+    capsys, tmp_path, monkeypatch, shots, asked, said
+):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"task": {"shots": shots}}))
+    monkeypatch.setattr(trm_jax.train, "open_run", lambda path: contextlib.nullcontext(("policy", "its own problems")))
+    results = {"checkpoint": "run", "tasks": {}}
+    monkeypatch.setattr(trm_jax.evaluation, "run_evaluation", lambda *args, **options: results)
+    assert cli.main(["eval", str(tmp_path / "run"), *asked]) == 0
+    note = "note: the 3 worked examples of this run (task.shots) stand before its own heldout problems alone"
+    assert capsys.readouterr().out.count(note) == said
 
 
 def test_options_are_one_line_each(capsys):

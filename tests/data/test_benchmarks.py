@@ -139,6 +139,10 @@ def test_olympiad_leaves_out_the_problem_that_its_authors_withdrew(tmp_path: Pat
         ({"Problem": "p", "Answer": 5}, "5"),
         ({"problem": None, "question": "p", "answer": None, "expected_answer": "6"}, "6"),
         ({"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "8"}}, "8"),
+        ({"question": "p", "answer": r"336^\circ"}, "336"),
+        ({"id": 1, "problem": "p", "solution": r"\boxed{033}", "url": "u"}, "33"),
+        ({"question": "p", "answer": r"$336^{\circ}$"}, "336"),
+        ({"id": "i", "problem": "p", "expected_answer": "588", "reference_solution": r"\boxed{589}"}, "588"),
     ],
 )
 def test_competitions_have_whole_numbers(tmp_path: Path, row: dict[str, Any], reference: str) -> None:
@@ -229,6 +233,8 @@ GOOD = {"question": "q", "problem": "q", "answer": "1"}
             {"problem": "q", "solution": "none"},
             "line 2: there is no column 'answer', and in 'solution' no closed",
         ),
+        ("math500", {"question": "q", "answer": "so\n#### 2"}, "line 2: the answer is a solution .* gsm8k's"),
+        ("aime24", {"problem": "q", "answer": r"3^\circ C"}, "line 2: the answer is '3.*; a whole number"),
         ("math500", {"problem": "q"}, "line 2: there is neither an answer .* nor a 'solution'"),
         ("math500", {"problem": "q", "answer": "$$"}, "line 2: the answer is empty once"),
         ("math500", {"problem": "q", "answer": ["1", None]}, "line 2: column 'answer' holds None"),

@@ -223,6 +223,45 @@ def test_a_scorer_that_raises_gives_zero_and_is_counted() -> None:
     assert task.scoring_errors == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("game_of_life_halting", "so <answer>{}</answer>", ("???", "not {}", "")),
+        ("coin_flip", "{}", ("0", "2", "{}1e0", "1e30000000", "-1e-30000000", "1/0", "nan", "")),
+        ("complex_arithmetic", "{}", ("nan", "nan + nani", "NaN", "inf", "")),
+    ],
+)
+def test_answers_that_a_scorer_takes_for_right_wrongly(name: str, right: str, wrong: tuple[str, ...]) -> None:
+    task = reasoning_gym_task(name, compact=False)
+    problems = [task.train(8)[i] for i in range(8)]
+    assert len({problem.reference for problem in problems}) > 1
+    began = time.process_time()
+    for problem in problems:
+        assert task(problem, right.format(problem.reference)) == 1.0
+        assert [task(problem, text.format(problem.reference)) for text in wrong] == [0.0] * len(wrong)
+        others = {other.reference for other in problems} - {problem.reference}
+        assert not any(task(problem, other) for other in others)
+    assert time.process_time() - began < 2  # 10 to the power of 30,000,000 takes minutes
+
+
+def test_a_puzzle_is_solved_with_its_own_numbers_and_exactly() -> None:
+    task = reasoning_gym_task("puzzle24")
+    first, second = (task.train(64)[i] for i in range(2))
+    assert [task(first, first.reference), task(second, second.reference)] == [1.0, 1.0]
+    assert [task(first, text) for text in (second.reference, "6*4*1*1", "24", f"{first.reference} + 0")] == [0.0] * 4
+    # 5·5 - 1/3 is 24 and two thirds, of which reasoning-gym's scorer sees the 24 alone.
+    near = dataclasses.replace(first, metadata={**first.metadata, "numbers": [5, 5, 1, 3]})
+    assert task(near, "5*5 - 1/3") == 0.0
+    assert task(dataclasses.replace(near, metadata={"numbers": [5, 5, 1, 1]}), "5*5 - 1**1") == 0.0
+    assert task(dataclasses.replace(near, metadata={"numbers": [5, 5, 1, 1]}), "5*5 - 1/1") == 1.0
+
+
+def test_a_chance_may_be_given_as_a_fraction() -> None:
+    task = reasoning_gym_task("coin_flip")
+    half = dataclasses.replace(task.train(1)[0], reference="0.5")
+    assert [task(half, text) for text in ("1/2", ".5", "0.50005", "0.5002", "5/10.0")] == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
 def test_puzzles_with_many_solutions_have_no_demonstration() -> None:
     problem = reasoning_gym_task("rush_hour").train(1)[0]
     assert (problem.reference, problem.demonstration) == ("", None)

@@ -47,8 +47,10 @@ class RuleEngine:
     def update_weights(self, version: int, params: Any) -> None:
         pass
 
-    def generate(self, prompts: Any, sampling: Any = None) -> Any:
+    def generate(self, prompts: Any, sampling: Any = None, *, on_progress: Any = None) -> Any:
         RuleEngine.before_answer()
+        for ended, tokens in ((0, 0), (1, 5)):  # as the real one: the first chunk is not read at once
+            on_progress(ended, tokens)
         RuleEngine.calls.append(prompts)
         limit = self.config.max_response_length
         tokens = np.full((len(prompts.seeds), limit), TOKENIZER.pad_id)

@@ -152,6 +152,15 @@ def test_tasks_that_cannot_be_found(text: str, message: str) -> None:
         parse_task(text)
 
 
+def test_a_question_about_options_shows_them(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"question": "which?", "choices": ["u", "v"], "answer": 1, "subject": "astronomy"}\n')
+    assert parse_task(f"mmlu_stem={path}", prompt_format="{question} {choices}").prompt_format == "{question} {choices}"
+    for hiding in ("boxed", "{question}"):
+        with pytest.raises(ValueError, match=r"mmlu_stem asks for the letter .*: leave it at 'options', or give"):
+            parse_task(f"mmlu_stem={path}", prompt_format=hiding)
+
+
 def test_a_task_has_a_name_for_a_file_and_every_index_once() -> None:
     from trm_jax.data import Problem
 
@@ -178,12 +187,14 @@ def test_the_summary_and_its_table() -> None:
         "problems": 4, "samples": 2, "accuracy": 0.5, "truncated": 0.5, "tokens": 11.5,
     }  # fmt: skip
     assert (found["tokens_per_second"], found["unjudged"]) == (23.0, 2)
+    assert found["right_truncated"] == 1  # the second sample of problem 1
     console = Console(file=(out := io.StringIO()), width=80)
     console.print(evaluation_table({"checkpoint": "[m]", "tasks": {"olympiadbench": found}}))
     text = " ".join(out.getvalue().split())
     assert "[m]" in text
     for word in ("olympiadbench", "problems", "accuracy", "95% interval", "unjudged", "tok/s"):
         assert word in text  # nothing is cut off on eighty columns
+    assert "right although cut off, by their last expression: olympiadbench 1" in text
     for cell in ("50.0%", f"{100 * found['low']:.1f}–{100 * found['high']:.1f}%", "23"):
         assert cell in text
 
@@ -193,5 +204,25 @@ def test_progress_on_a_terminal() -> None:
     with EvaluationProgress(console) as progress:
         progress("gsm8k", [], 4)
         progress("gsm8k", [row(0, reward=1.0, tokens=3), row(1, reward=0.0, tokens=3)], 4)
+        progress("gsm8k", [row(0, reward=1.0, tokens=3), row(1, reward=0.0, tokens=3)], 4, 1, 9)
     assert "accuracy 50.0%" in out.getvalue()
-    assert "2/4" in out.getvalue()
+    assert "3/4" in out.getvalue()
+
+
+def test_progress_in_a_log_is_a_line_a_batch_and_every_half_minute_within() -> None:
+    console = Console(file=(out := io.StringIO()), force_terminal=False, width=20)
+    now = [0.0]
+    with EvaluationProgress(console, lambda: now[0]) as progress:
+        progress("t", [], 8)
+        for seconds, ended, tokens in ((10, 0, 100), (29, 1, 290), (30, 1, 300), (59, 2, 590), (60, 3, 600)):
+            now[0] = seconds
+            progress("t", [], 8, ended, tokens)
+        now[0] = 80.0
+        progress("t", [row(i, reward=float(i == 0), tokens=200) for i in range(4)], 8)
+    # Left: 7 answers at one in 30 seconds; 5 at three in 60; 4 at four in 80.
+    assert out.getvalue().splitlines() == [
+        "t: 0/8 answers",
+        "t: 1/8 answers (1 not judged yet), 10 tok/s, left 0:03:30",
+        "t: 3/8 answers (3 not judged yet), 10 tok/s, left 0:01:40",
+        "t: 4/8 answers, accuracy 25.0%, 10 tok/s, left 0:01:20",
+    ]

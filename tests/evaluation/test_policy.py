@@ -7,6 +7,7 @@ import json
 import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -22,12 +23,14 @@ TEMPLATE = (
 )
 
 
-def checkpoint(root: Path, *, seed: int = 0, vocab: int = 128, template: str | None = TEMPLATE) -> Path:
+def checkpoint(
+    root: Path, *, seed: int = 0, vocab: int = 128, template: str | None = TEMPLATE, dtype: str = "float32"
+) -> Path:
     """A tiny random llama over ASCII characters, as a Hugging Face directory."""
     shape = TransformerConfig(
         vocab_size=128, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=16, tie_embeddings=True
     )
-    export_pretrained(Transformer(shape, rngs=nnx.Rngs(seed)), root)
+    export_pretrained(Transformer(shape, rngs=nnx.Rngs(seed)), root, dtype=dtype)
     words = {chr(code): code for code in range(vocab)} | {"<s>": 1, "</s>": 2}
     words = {word: index for word, index in words.items() if word not in ("\x01", "\x02")}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
@@ -87,6 +90,17 @@ def test_another_checkpoint_has_another_identity(tmp_path: Path, directory: Path
     assert open_policy(directory, chat="plain").identity != identity
 
 
+def test_the_context_is_what_the_files_say(tmp_path: Path, directory: Path) -> None:
+    assert open_policy(directory).context == 4096
+    long = checkpoint(tmp_path / "long")
+    raw = json.loads((long / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    (long / "config.json").write_text(json.dumps(raw | {"rope_scaling": yarn}))
+    assert open_policy(long).context == 16384
+    (long / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": None}))
+    assert open_policy(long).context is None
+
+
 def test_ids_of_a_padded_embedding_write_nothing(tmp_path: Path) -> None:
     policy = open_policy(checkpoint(tmp_path / "m", vocab=120))
     assert policy.tokenizer.vocab_size == 120 < policy.model.config.vocab_size
@@ -135,3 +149,22 @@ def test_the_engine_answers_for_real(tmp_path: Path, directory: Path) -> None:
     assert stopped["tokens"] <= 2
     assert stopped["response"] == row["response"][: row["response"].index(stop)]
     assert stopped["finished"]
+
+
+@pytest.mark.slow
+def test_a_bfloat16_checkpoint_gives_the_same_answers_from_weights_of_half_the_size(tmp_path: Path) -> None:
+    from trm_jax.data import Problem
+
+    saved = checkpoint(tmp_path / "m", dtype="bfloat16")
+    problems = [Problem(prompt=f"{i}+1", reference="1", source="made", index=i) for i in range(4)]
+    task = EvaluationTask(name="t", problems=problems, reward="number", prompt_format="question", digest="")
+    settings = EvaluationSettings(max_new_tokens=6, slots=2, dtype="bfloat16")
+    sizes, answers = [], []
+    for dtype in ("float32", "bfloat16"):
+        policy = open_policy(saved, dtype=dtype)
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(nnx.state(policy.model, nnx.Param))))
+        run_evaluation(policy, [task], settings, tmp_path / dtype)
+        rows = [json.loads(line) for line in (tmp_path / dtype / "t.jsonl").read_text().splitlines()]
+        answers.append([(row["index"], row["response"], row["tokens"]) for row in rows])
+    assert sizes[0] == 2 * sizes[1]
+    assert answers[0] == answers[1]

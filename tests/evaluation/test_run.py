@@ -33,7 +33,7 @@ def test_every_problem_is_asked_and_judged_once(engine, policy, task, tmp_path):
         [task(10)],
         GREEDY,
         tmp_path / "e",
-        progress=lambda name, done, total: seen.append((name, len(done), total)),
+        progress=lambda name, done, total, *batch: seen.append((name, len(done), total, *batch)),
     )
     written = rows(tmp_path / "e" / "sums.jsonl")
     assert [(row["index"], row["sample"]) for row in written] == [(2 * i, 0) for i in range(10)]
@@ -42,7 +42,8 @@ def test_every_problem_is_asked_and_judged_once(engine, policy, task, tmp_path):
         "index": 6, "sample": 0, "reward": 1.0, "verdict": "scored", "finished": True, "tokens": 3, "seconds": 0,
         "reference": "13", "response": "13",
     }  # fmt: skip
-    assert seen == [("sums", n, 10) for n in (0, 4, 8, 10)]
+    steps = [(0, 0, 0), (0, 1, 5), (4, 0, 0), (4, 1, 5), (8, 0, 0), (8, 1, 5), (10, 0, 0)]
+    assert seen == [("sums", done, 10, ended, tokens) for done, ended, tokens in steps]
     assert [len(call.seeds) for call in engine.calls] == [4, 4, 2]
     assert results == json.loads((tmp_path / "e" / "results.json").read_text())
     found = results["tasks"]["sums"]
@@ -52,7 +53,9 @@ def test_every_problem_is_asked_and_judged_once(engine, policy, task, tmp_path):
 
 def test_an_answer_at_the_length_limit_is_not_finished(engine, policy, task, tmp_path):
     results = run_evaluation(policy, [task(3)], EvaluationSettings(max_new_tokens=2), tmp_path)
-    assert results["tasks"]["sums"]["truncated"] == 1.0
+    found = results["tasks"]["sums"]
+    # "10", "11", "12" fit into two tokens, the end of the answer does not; the third reference is another number.
+    assert (found["truncated"], found["right_truncated"], found["accuracy"]) == (1.0, 2, 0.666667)
     assert [row["finished"] for row in rows(tmp_path / "sums.jsonl")] == [False] * 3
 
 
@@ -145,6 +148,14 @@ def test_mistakes_are_found_before_anything_is_written(engine, policy, task, tmp
     with pytest.raises(ValueError, match="its prompt has no tokens"):
         run_evaluation(silent, [dataclasses.replace(task(1), problems=empty)], GREEDY, tmp_path / "e")
     assert not (tmp_path / "e").exists()
+
+
+def test_answers_stay_within_the_context_that_the_policy_was_made_for(engine, policy, task, tmp_path):
+    short = dataclasses.replace(policy, context=10)  # "9+10=?" takes 6
+    run_evaluation(short, [task(10)], GREEDY, tmp_path / "e")
+    with pytest.raises(ValueError, match=r"max_new_tokens=5 after .* of sums, 6 tokens, .* 10 tokens; give at most 4"):
+        run_evaluation(short, [task(10)], dataclasses.replace(GREEDY, max_new_tokens=5), tmp_path / "f")
+    assert not (tmp_path / "f").exists()
 
 
 def test_a_prompt_that_is_whole_is_not_put_into_a_chat(engine, policy, task, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trm_jax.models import LatentConfig, TransformerConfig, YarnConfig, config_from_hf, config_to_hf
+from trm_jax.models._hf_tensors import checkpoint_slots
 from trm_jax.models._rope import score_scale
 
 SMOLLM2: dict[str, Any] = {
@@ -137,6 +138,14 @@ def test_published_configurations(name):
     newer = {key: value for key, value in raw.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     newer |= {"rope_parameters": {**rope, "rope_theta": raw["rope_theta"]}, "dtype": "bfloat16"}
     assert config_from_hf(newer) == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_read_at_once_is_never_larger_than_the_largest_tensor(name):
+    """Loading holds one slot at a time, and a copy while it is sent: of a mixture, one layer's experts of a matrix."""
+    slots = list(checkpoint_slots(PUBLISHED[name][1]))
+    largest = max(math.prod(slot.shape) for slot in slots)
+    assert max(len(slot.names) * math.prod(slot.shape) for slot in slots) <= largest
 
 
 def test_the_parameters_are_as_many_as_published():

@@ -147,9 +147,31 @@ def test_old_buffers_are_no_surplus(moe, tmp_path):
     load_pretrained(changed(moe[1], tmp_path / "old", lambda w: w.update({name: np.ones(4, np.float32)})))
 
 
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(moe, build, tmp_path):
+    """As Qwen3-0.6B is published: tie_word_embeddings, and lm_head.weight beside the embedding."""
+    model = build("tied")
+    tied = export_pretrained(model, tmp_path / "tied")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    twice = changed(tied, tmp_path / "twice", lambda w: w.update({head: w[embedding].copy()}))
+    assert check_pretrained(twice) == model.config
+    np.testing.assert_array_equal(load_pretrained(twice).head(), model.head())
+    again = export_pretrained(load_pretrained(twice), tmp_path / "again", like=twice)
+    assert open_safetensors(again).shapes() == open_safetensors(tied).shapes()
+
+    def other(weights):
+        weights[head] = weights[embedding].copy()
+        weights[head][-1, -1] += 1
+
+    for name, change in (("other", other), ("short", lambda w: w.update({head: w[embedding][:-1].copy()}))):
+        with pytest.raises(ValueError, match=rf"{head} differs from {embedding}.*tie_word_embeddings=true"):
+            check_pretrained(changed(tied, tmp_path / name, change))
+    with pytest.raises(ValueError, match=rf"missing: {head}"):  # and an untied one must be there
+        load_pretrained(changed(moe[1], tmp_path / "untied", lambda w: w.pop(head)))
+
+
 def test_config_json_must_be_there_and_be_an_object(moe, tmp_path):
     place = changed(moe[1], tmp_path / "copy", lambda w: None)
-    for content, message in (("{", "is not JSON"), ("[1]", "holds no JSON object")):
+    for content, message in (("{", "is not JSON"), ("[" * 10**5, "is not JSON"), ("[1]", "holds no JSON object")):
         (place / "config.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             load_pretrained(place)

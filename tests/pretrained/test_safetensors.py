@@ -95,6 +95,7 @@ EIGHT = struct.pack("<2f", 1.0, 2.0)
         (b"\x01\x02", "2 bytes"),
         (struct.pack("<Q", 2**40) + b"{}", "its header would take 1099511627776 bytes"),
         (struct.pack("<Q", 9) + b"{not json" + EIGHT, "its header cannot be read"),
+        (struct.pack("<Q", 10**5) + b"[" * 10**5, "its header cannot be read"),
         (by_hand(["x"], EIGHT), "its header cannot be read"),
         (by_hand({"x": {"dtype": "F32"}}, EIGHT), "its header cannot be read"),
         (by_hand(header_of(dtype="F8_E4M3", shape=[8]), EIGHT), "x is F8_E4M3; supported are F32, F16, BF16"),

@@ -73,6 +73,18 @@ def test_scheduling_changes_no_token(tools, prompts, rollout, sizes):
     )
 
 
+def test_progress_is_told_while_it_goes_and_changes_nothing(tools, prompts, rollout):
+    seen: list[tuple[int, int]] = []
+    found = tools.engine().generate(prompts, on_progress=lambda ended, tokens: seen.append((ended, tokens)))
+    np.testing.assert_array_equal(tokens_of(found), tokens_of(rollout))
+    ended, tokens = zip(*seen, strict=True)
+    assert list(ended) == sorted(ended)
+    assert list(tokens) == sorted(tokens)
+    assert seen[-1] == (11, int(np.sum(rollout.response_mask)))
+    assert any(0 < now < 11 for now in ended)
+    assert all(ends <= total for ends, total in seen)  # an answer has a token at least
+
+
 def test_a_response_follows_from_prompt_and_seed_alone(tools, prompts, rollout):
     order = np.array([7, 0, 10, 3, 3, 9])
     some = jax.tree.map(lambda x: x[order], prompts)

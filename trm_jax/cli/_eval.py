@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +20,7 @@ class Eval:
     The checkpoint is a Hugging Face directory, a .gguf file, smollm2 (see fetch), or the directory of one run of
     `trm-jax train` (RUN/arms/ARM/seedN, at its newest checkpoint). Each benchmark is NAME=PATH, a file as its authors
     publish it: `trm-jax tasks benchmarks` lists names and sources. gsm8k_sample and one_step come with the package;
-    heldout is what a run's own evaluation asks.
+    heldout is what a run's own evaluation asks, with its worked examples (task.shots); benchmarks are asked without.
       trm-jax eval smollm2 gsm8k=test.jsonl math500=math500.json --max-new-tokens 256
       trm-jax eval Qwen3-8B aime25=aime25.jsonl --samples 32 --temperature 1 --top-p 0.95 --max-new-tokens 8192
     The directory gets a JSON line an answer and results.json. A run that was interrupted, even by kill -9, goes on with
@@ -58,7 +59,7 @@ class Eval:
     batch: int = 0
     """Answers between two writes to disk, what a kill may cost; 0 is four times slots."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and of the key/value cache."""
+    """Type of activations, of the key/value cache, and of the weights (a run's stay as they were trained)."""
     resume: bool = False
     """Go on with the evaluation that stands in the directory."""
 
@@ -89,7 +90,9 @@ class Eval:
                 "(task.system_prompt); leave them out"
             )
         if "heldout" in self.benchmarks and not run:
-            raise ValueError("heldout: only a run of `trm-jax train` has problems of its own; name a benchmark")
+            raise ValueError(
+                "heldout: only a run of `trm-jax train` (RUN/arms/ARM/seedN) has problems of its own; name a benchmark"
+            )
         with contextlib.ExitStack() as stack:
             if run:
                 policy, heldout = stack.enter_context(open_run(self.checkpoint))
@@ -97,8 +100,14 @@ class Eval:
                     if heldout is None:
                         raise ValueError(f"heldout: the run {self.checkpoint} was made without any (eval.prompts=0)")
                     tasks.append(heldout)
+                shots = json.loads((Path(self.checkpoint) / "config.json").read_text(encoding="utf-8"))["task"]["shots"]
+                if shots and self.benchmarks != ("heldout",):
+                    print(
+                        f"note: the {shots} worked examples of this run (task.shots) stand before its own heldout "
+                        "problems alone; benchmarks are asked without any"
+                    )
             else:
-                policy = open_policy(self.checkpoint, chat=self.chat, system=self.system)
+                policy = open_policy(self.checkpoint, chat=self.chat, system=self.system, dtype=self.dtype)
             progress = stack.enter_context(EvaluationProgress())
             results = run_evaluation(policy, tasks, settings, self.directory, resume=self.resume, progress=progress)
         Console().print(evaluation_table(results))

@@ -12,6 +12,7 @@ from trm_jax.data._records import Record, as_text, shorten
 __all__ = ["Entry", "competition", "dapo", "gsm8k", "mathematics", "minerva", "mmlu_stem", "olympiad", "svamp"]
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")
+_DEGREES = re.compile(r"\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)$")
 _QUESTIONS = ("problem", "question", "Problem", "Question")
 _ANSWERS = ("answer", "expected_answer", "final_answer", "reward_model.ground_truth", "Answer")
 _LETTERS = "ABCDEFGHIJ"
@@ -61,18 +62,7 @@ def mathematics(record: Record) -> Entry:
     question = record.text("question", *_QUESTIONS)
     solution = record.text("solution", "solution") if record.has("solution", "solution") else None
     kept = {name: record.value(name, name) for name in ("level", "subject", "type") if record.has(name, name)}
-    if record.has("answer", *_ANSWERS):
-        answer = _joined(record)
-    elif solution is not None:
-        try:
-            answer = boxed_answer(solution)
-        except ValueError as error:
-            raise record.fail(f"there is no column 'answer', and in 'solution' {error}") from error
-    else:
-        raise record.fail(
-            rf"there is neither an answer ({' or '.join(map(repr, _ANSWERS))}) nor a 'solution' with a \boxed{{...}}"
-        )
-    return Entry(question, _not_empty(plain_answer(answer), record), solution, kept)
+    return Entry(question, _not_empty(plain_answer(_given_or_boxed(record)), record), solution, kept)
 
 
 def minerva(record: Record) -> Entry:
@@ -81,9 +71,9 @@ def minerva(record: Record) -> Entry:
 
 
 def competition(record: Record) -> Entry:
-    """``problem``; an integer in one of several columns, as text or number, with leading zeros (``025``) or without."""
+    """``problem``; a whole number in one of several columns, or boxed: leading zeros and degrees are dropped."""
     question = _last_message(record, *_QUESTIONS, "prompt")
-    reference = plain_number(_joined(record))
+    reference = plain_number(_DEGREES.sub("", _given_or_boxed(record).strip().strip("$")))
     if not re.fullmatch(r"-?\d+", reference):
         raise record.fail(f"the answer is {shorten(reference)!r}; a whole number is required")
     return Entry(question, reference)
@@ -170,6 +160,23 @@ def _joined(record: Record) -> str:
     if isinstance(value, list) and len(value) > 1:
         return ", ".join(as_text(item, "answer", record.place) for item in value)
     return record.text("answer", *_ANSWERS)
+
+
+def _given_or_boxed(record: Record) -> str:
+    """The answer; without one, what the solution boxes last."""
+    if record.has("answer", *_ANSWERS):
+        answer = _joined(record)
+        if "####" in answer:
+            raise record.fail("the answer is a solution that ends in '#### N'; is it a file of gsm8k's?")
+        return answer
+    if not record.has("solution", "solution"):
+        raise record.fail(
+            rf"there is neither an answer ({' or '.join(map(repr, _ANSWERS))}) nor a 'solution' with a \boxed{{...}}"
+        )
+    try:
+        return boxed_answer(record.text("solution", "solution"))
+    except ValueError as error:
+        raise record.fail(f"there is no column 'answer', and in 'solution' {error}") from error
 
 
 def _not_empty(reference: str, record: Record) -> str:

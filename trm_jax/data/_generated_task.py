@@ -13,6 +13,7 @@ from typing import Any
 
 from trm_jax.data._compact import CompactForm
 from trm_jax.data._extras import import_extra
+from trm_jax.data._gym_guards import MUST_HOLD
 from trm_jax.data._problem import Problem, TaskSpec
 from trm_jax.data._split import LazyProblems, held_out
 from trm_jax.data._tokenizer import CharTokenizer
@@ -152,8 +153,9 @@ class ReasoningGymTask:
         """1.0 when reasoning-gym gives the extracted answer its full score, else 0.0.
 
         Partial credit counts as 0, and so does a response on which the scorer raises or runs away (counted in
-        ``scoring_errors``). Scorers that would evaluate an answer as code run in a process of their own, which only
-        takes plain arithmetic. Of a long response only the end is read.
+        ``scoring_errors``). Where a scorer takes wrong answers for right, more must hold. Scorers that would evaluate
+        an answer as code run in a process of their own, which only takes plain arithmetic. Of a long response
+        only the end is read.
 
         Args:
           problem: a problem of this task.
@@ -168,6 +170,8 @@ class ReasoningGymTask:
         response = response[-max(_READ, 4 * len(problem.reference)) :]
         try:
             given = self._form.extract(response) if self._form is not None else _tagged_or_whole(response)
+            if self._name in MUST_HOLD and not MUST_HOLD[self._name](given, problem):
+                return 0.0
             if self._name in _EVALUATING:
                 return self._score_apart(given, entry)
             return float(self._scorer(answer=given, entry=entry) == 1.0)

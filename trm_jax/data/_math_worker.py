@@ -28,7 +28,7 @@ class _OutOfTimeError(BaseException):
 
 
 def main(soft_limit: float, hard_limit: int) -> None:
-    """Answers ``{"gold", "answer", "tolerance"}`` requests with ``{"status", "correct"}`` until the input ends.
+    """Answers ``{"gold", "answers", "tolerance"}`` requests with ``{"status", "correct"}`` until the input ends.
 
     Args:
       soft_limit: seconds of processor time after which an exception ends a request.
@@ -40,7 +40,7 @@ def main(soft_limit: float, hard_limit: int) -> None:
     try:
         math_verify = importlib.import_module("math_verify")
         _compare(
-            math_verify, {"gold": "1", "answer": r"$\frac{2}{2}$", "tolerance": 0.0}
+            math_verify, {"gold": "1", "answers": [r"$\frac{2}{2}$"], "tolerance": 0.0}
         )  # the first time takes seconds
     except Exception as error:
         replies.write(json.dumps({"status": "failed", "error": f"{type(error).__name__}: {error}"}) + "\n")
@@ -90,15 +90,17 @@ def _answer(math_verify: Any, request: dict[str, Any], timer: _Timer, soft_limit
 
 
 def _compare(math_verify: Any, request: dict[str, Any]) -> bool | None:
-    """Whether the answer is right; None for a reference that is no mathematics."""
+    """Whether one of the answer's readings is right; None for a reference that is no mathematics."""
     gold = math_verify.parse(f"${request['gold']}$", parsing_timeout=None)
-    if not gold:
-        return None
-    answer = math_verify.parse(request["answer"], parsing_timeout=None)
+    return any(_equal(math_verify, gold, text, request["tolerance"]) for text in request["answers"]) if gold else None
+
+
+def _equal(math_verify: Any, gold: list[Any], text: str, tolerance: float) -> bool:
+    answer = math_verify.parse(text, parsing_timeout=None)
     correct = bool(math_verify.verify(gold, answer, timeout_seconds=None))
     near, distance = _distance(gold, answer)
     if not correct and distance is not None:
-        return bool(distance <= request["tolerance"] * (1 + 1e-9))  # room for the rounding of decimal fractions
+        return bool(distance <= tolerance * (1 + 1e-9))  # room for the rounding of decimal fractions
     if correct and distance is not None and near < _SMALL:
         return bool(distance <= _RELATIVE * near)  # math-verify rounds to six decimals: all small numbers are alike
     return correct

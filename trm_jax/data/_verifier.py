@@ -58,8 +58,9 @@ class MathVerifier:
 
     A reward function: 1.0 for an answer equal to the reference, 0.0 for anything else, a failure or an overrun
     included (``counts`` tells them apart). The answer is taken from the last ``\\boxed{...}``, from after the last
-    ``####`` or ``Answer:``, or else as math-verify finds it, the last expression first. Where the problem's
-    ``metadata["tolerance"]`` is a number, a number that close to the reference is right.
+    ``####`` or ``Answer:`` (as a formula, or as a number with words around it), or else as math-verify finds it, the
+    last expression first. Where the problem's ``metadata["tolerance"]`` is a number, a number that close to the
+    reference is right.
 
     math-verify stops long work with an alarm signal, which goes by the clock, only fires in a main thread, and not
     inside one long arithmetic operation. So each worker has a timer of its own that goes by processor time, half of
@@ -136,7 +137,7 @@ class MathVerifier:
         requests = [
             {
                 "gold": problem.reference.strip().strip("$"),
-                "answer": _final_part(response, self._max_response_chars),
+                "answers": _readings(response, self._max_response_chars),
                 "tolerance": problem.metadata.get("tolerance", 0.0),
             }
             for problem, response in zip(problems, responses, strict=True)
@@ -166,13 +167,18 @@ class MathVerifier:
         self.close()
 
 
-def _final_part(response: str, max_chars: int) -> str:
-    """The marked answer at the end of a response in a form that math-verify reads, or that end itself."""
+def _readings(response: str, max_chars: int) -> list[str]:
+    """The end of a response, or the answer marked in it, in the forms that math-verify reads; one must be right.
+
+    What a line marks may be a formula (``2n``, ``MR=SRMC``, ``even``) or a number with words after it (``12 apples``):
+    where it does not show which, it is read as either.
+    """
     tail = response[-max_chars:]
     marked = marked_answer(tail)
     if marked is None:
-        return tail
+        return [tail]
     text = plain_answer(marked.text)
+    formula = rf"\boxed{{{text}}}"  # math-verify joins boxes that stand side by side: there is one
     if marked.mark == "box" or "\\" in text or (_FORMULA.search(text) and not _WORD.search(text)):
-        return rf"\boxed{{{text}}}"  # math-verify joins boxes that stand side by side: there is one
-    return text
+        return [formula]
+    return [text, formula]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax.numpy as jnp
+
 from trm_jax.data import Tokenizer
-from trm_jax.models import Transformer, find_smollm2, load_pretrained
+from trm_jax.models import Transformer, YarnConfig, find_smollm2, load_pretrained
 
 if TYPE_CHECKING:
     from trm_jax.models.pretrained import PretrainedTokenizer
@@ -31,6 +34,7 @@ class Policy:
       tokenizer: writes responses as text, and knows end and padding.
       encode: a user's message → the ids of its prompt.
       identity: what makes these answers this checkpoint's; a resumed evaluation must have the same.
+      context: tokens of prompt and answer together that it was made for; None where nothing is known.
     """
 
     name: str
@@ -38,9 +42,10 @@ class Policy:
     tokenizer: Tokenizer
     encode: Callable[[str], list[int]]
     identity: Mapping[str, Any]
+    context: int | None = None
 
 
-def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str = "") -> Policy:
+def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str = "", dtype: str = "float32") -> Policy:
     """A pretrained model with its tokenizer.
 
     Args:
@@ -49,9 +54,10 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
       chat: ``chat`` writes a message by the checkpoint's template, ``plain`` as it is with a newline after it, after
         the beginning-of-sequence token where the tokenizer adds one; ``auto`` is ``chat`` where there is a template.
       system: the system message of a chat; empty leaves it to the template.
+      dtype: of its weights, "float32" or "bfloat16".
 
     Returns:
-      The policy, its weights in float32.
+      The policy.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
@@ -76,7 +82,7 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
     chats = words.chat_template is not None and chat != "plain"
     if system and not chats:
         raise ValueError(f"system={system!r}: a plain prompt has no system message; leave it out, or choose chat=chat")
-    model = load_pretrained(path)
+    model = load_pretrained(path, param_dtype=jnp.dtype(dtype))
     if words.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{path}: the tokenizer has {words.vocab_size} ids, the model {model.config.vocab_size}; do they belong "
@@ -93,7 +99,18 @@ def open_policy(checkpoint: str | Path, *, chat: ChatMode = "auto", system: str 
             "chat": chats,
             "system": system,
         },
+        context=_context(path, model.config.yarn),
     )
+
+
+def _context(path: Path, yarn: YarnConfig | None) -> int | None:
+    """``max_position_embeddings``, or what YaRN makes of the context of pretraining."""
+    from trm_jax.models.pretrained import read_gguf
+
+    raw = read_gguf(path).config if path.is_file() else json.loads((path / "config.json").read_text(encoding="utf-8"))
+    said = raw.get("max_position_embeddings")
+    stretched = 0 if yarn is None else int(yarn.factor * yarn.original_length)
+    return max(int(said or 0), stretched) or None
 
 
 def _encoder(words: PretrainedTokenizer, system: str) -> Callable[[str], list[int]]:

@@ -25,8 +25,8 @@ def summarize(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dic
     Returns:
       Name → ``problems``, ``samples`` (answers a problem), ``accuracy`` (mean over problems of the mean over samples:
       avg@k), ``low`` and ``high`` (95% bootstrap over problems), ``truncated`` (share of answers cut off at the length
-      limit), ``unjudged`` (answers that count as wrong because judging them failed or took too long), ``tokens`` (mean
-      length) and ``tokens_per_second``.
+      limit), ``right_truncated`` (right answers among those), ``unjudged`` (answers that count as wrong because judging
+      them failed or took too long), ``tokens`` (mean length) and ``tokens_per_second``.
 
     Example:
       >>> row = {"sample": 0, "verdict": "scored", "finished": True, "tokens": 10, "seconds": 0.5}
@@ -51,6 +51,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "low": round(low, 6),
         "high": round(high, 6),
         "truncated": round(1 - float(np.mean([row["finished"] for row in rows])), 6),
+        "right_truncated": sum(row["reward"] >= 1 and not row["finished"] for row in rows),
         "unjudged": sum(row["verdict"] != "scored" for row in rows),
         "tokens": round(tokens / len(rows), 2),
         "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
@@ -58,7 +59,11 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def evaluation_table(results: Mapping[str, Any]) -> Table:
-    """The results as a table for the terminal; ``results`` is what ``run_evaluation`` returns."""
+    """The results as a table for the terminal; ``results`` is what ``run_evaluation`` returns.
+
+    Below it stands how many right answers were cut off at the length limit, where there are any: as a rule they mark no
+    final answer, and were judged by the last expression in them.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -81,4 +86,8 @@ def evaluation_table(results: Mapping[str, Any]) -> Table:
             f"{row['tokens']:.0f}",
             "" if speed is None else f"{speed:,.0f}",
         )
+    cut = [f"{name} {row['right_truncated']}" for name, row in results["tasks"].items() if row["right_truncated"]]
+    if cut:
+        table.caption = Text(f"right although cut off, by their last expression: {', '.join(cut)}")
+        table.caption_justify = "left"
     return table

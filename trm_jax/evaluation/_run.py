@@ -7,7 +7,7 @@ import functools
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from trm_jax.data import MathVerifier, Problem, RewardFunction, format_prompt, open_reward, score_batch
-from trm_jax.evaluation._answers import KnownIds, ask
+from trm_jax.evaluation._answers import KnownIds, read_answers
 from trm_jax.evaluation._ledger import Ledger
 from trm_jax.evaluation._policy import Policy
 from trm_jax.evaluation._results import summarize
@@ -30,8 +30,8 @@ __all__ = ["Progress", "run_evaluation"]
 _ROUND = 32  # prompt positions are a multiple: sets of problems of about one length share an engine
 _PREFILL = 256  # prompt positions in one prefill call: whenever a slot is free one runs, filled up or not
 
-Progress = Callable[[str, Sequence[dict[str, Any]], int], None]
-"""``progress(task, rows so far, rows in all)``, after every batch."""
+Progress = Callable[[str, Sequence[dict[str, Any]], int, int, int], None]
+"""``progress(task, rows judged, rows in all, answers ended and tokens sampled so far in the batch at work)``."""
 
 
 def run_evaluation(
@@ -57,19 +57,20 @@ def run_evaluation(
       settings: how.
       directory: is made.
       resume: go on with what stands in ``directory``.
-      progress: called after every batch.
+      progress: called after every chunk of decode steps and after every batch (see ``Progress``).
 
     Returns:
       What ``results.json`` holds (see ``summarize``).
 
     Raises:
-      ValueError: a directory that holds other answers (or any, without ``resume``), or a problem that cannot be put,
-        by name.
+      ValueError: a directory that holds other answers (or any, without ``resume``); a problem that cannot be put, by
+        name; or answers that may outgrow the policy's context.
     """
     root = Path(directory)
     if not tasks or len({task.name for task in tasks}) != len(tasks):
         raise ValueError(f"tasks {[task.name for task in tasks]}: at least one is required, and every name once")
     prompts = {task.name: _encode(policy, task, settings) for task in tasks}
+    _check_context(policy, prompts, settings.max_new_tokens)
     root.mkdir(parents=True, exist_ok=True)
     described = _describe(policy, tasks, settings)
     engine = functools.cache(functools.partial(_engine, policy, settings))
@@ -103,6 +104,17 @@ def _encode(policy: Policy, task: EvaluationTask, settings: EvaluationSettings) 
         if not encoded[problem.index]:
             raise ValueError(f"task {task.name}, {problem.name}: its prompt has no tokens")
     return encoded
+
+
+def _check_context(policy: Policy, prompts: Mapping[str, Mapping[int, Sequence[int]]], new: int) -> None:
+    """Beyond the context that it was trained for, a model writes nonsense and says nothing."""
+    longest = {name: max(map(len, encoded.values())) for name, encoded in prompts.items()}
+    name = max(longest, key=longest.__getitem__)
+    if policy.context is not None and longest[name] + new > policy.context:
+        raise ValueError(
+            f"max_new_tokens={new} after the longest prompt of {name}, {longest[name]} tokens, is beyond the context "
+            f"of {policy.name}, {policy.context} tokens; give at most {max(1, policy.context - longest[name])}"
+        )
 
 
 def _describe(policy: Policy, tasks: Sequence[EvaluationTask], settings: EvaluationSettings) -> dict[str, Any]:
@@ -163,9 +175,15 @@ def _answer(
     ]
     total = len(_problems(task, settings)) * settings.samples
 
-    def report() -> None:
+    judged_rows = _asked(task, settings, ledger)
+
+    def report(ended: int = 0, tokens: int = 0) -> None:
         if progress is not None:
-            progress(task.name, _asked(task, settings, ledger), total)
+            progress(task.name, judged_rows, total, ended, tokens)
+
+    def decoding(ended: int, tokens: int) -> None:
+        if tokens:
+            report(ended, tokens)
 
     report()
     if not pending:
@@ -179,12 +197,8 @@ def _answer(
             batch = pending[start : start + size]
             began = time.perf_counter()
             problems = [problem for problem, _ in batch]
-            answers = ask(
-                engine,
-                _batch(policy, task, prompts, batch, length, settings.seed),
-                policy.tokenizer,
-                stop=settings.stop,
-            )
+            rollout = engine.generate(_batch(policy, task, prompts, batch, length, settings.seed), on_progress=decoding)
+            answers = read_answers(rollout, policy.tokenizer, stop=settings.stop)
             seconds = (time.perf_counter() - began) / len(batch)
             judged = _judge(reward, problems, [answer.text for answer in answers])
             ledger.append(
@@ -203,6 +217,7 @@ def _answer(
                     for (problem, sample), answer, (value, verdict) in zip(batch, answers, judged, strict=True)
                 ]
             )
+            judged_rows = _asked(task, settings, ledger)
             report()
 
 

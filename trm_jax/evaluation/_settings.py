@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trm_jax.data import (
     BENCHMARKS,
+    PROMPT_FORMATS,
     Problem,
     RewardFunction,
     RewardKind,
@@ -124,7 +125,8 @@ def parse_task(text: str, *, prompt_format: str = "") -> EvaluationTask:
       prompt_format: instead of the benchmark's own.
 
     Raises:
-      ValueError: an unknown name, no path, or a file that does not fit, by record and column.
+      ValueError: an unknown name, no path, a format that hides the options of a question about them, or a file that
+        does not fit, by record and column.
       FileNotFoundError: there is no such file.
 
     Example:
@@ -142,9 +144,13 @@ def parse_task(text: str, *, prompt_format: str = "") -> EvaluationTask:
             raise ValueError(f"{error}; shipped with the package: {', '.join(_SHIPPED)}") from error
         if not path:
             raise ValueError(f"{name}: give its file, {name}=PATH; it is published as {row.source}")
+    asked_as = prompt_format or row.prompt_format
+    if row.reward == "option" and "{choices}" not in PROMPT_FORMATS.get(asked_as, asked_as):
+        raise ValueError(
+            f"{name} asks for the letter of an option, which prompt format {asked_as!r} does not show: leave it at "
+            f"{row.prompt_format!r}, or give a template with {{question}} and {{choices}} in it"
+        )
     problems = read_benchmark(row.name, path)
     with Path(path).open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return EvaluationTask(
-        name=name, problems=problems, reward=row.reward, prompt_format=prompt_format or row.prompt_format, digest=digest
-    )
+    return EvaluationTask(name=name, problems=problems, reward=row.reward, prompt_format=asked_as, digest=digest)

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 __all__ = ["EvaluationProgress"]
 
 
+_QUIET = 30.0  # seconds between two lines of a log within a batch
+
+
 @final
 class EvaluationProgress:
     """Shows task, answers, accuracy so far, throughput and the time left for the task.
 
-    Throughput and time left are those of this process: answers that were there before count as done.
+    Throughput and time left are those of this process: answers that were there before count as done. Within a batch a
+    log gets a line every half minute at most.
 
     Args:
       console: a rich console; None makes one on standard output.
@@ -26,13 +30,15 @@ class EvaluationProgress:
 
     Example:
       >>> from rich.console import Console
-      >>> row = {"reward": 1.0, "tokens": 30}
-      >>> ticks = iter([0.0, 2.0])
+      >>> row = {"reward": 1.0, "tokens": 300}
+      >>> ticks = iter([0.0, 60.0, 120.0])
       >>> with EvaluationProgress(Console(force_terminal=False, width=100), lambda: next(ticks)) as progress:
-      ...     progress("gsm8k", [row], 4)
-      ...     progress("gsm8k", [row, row, row], 4)
-      gsm8k: 1/4 answers, accuracy 100.0%
-      gsm8k: 3/4 answers, accuracy 100.0%, 30 tok/s, left 0:00:01
+      ...     progress("gsm8k", [row], 5)
+      ...     progress("gsm8k", [row], 5, 1, 480)
+      ...     progress("gsm8k", [row, row, row], 5)
+      gsm8k: 1/5 answers, accuracy 100.0%
+      gsm8k: 2/5 answers (1 not judged yet), accuracy 100.0%, 8 tok/s, left 0:03:00
+      gsm8k: 3/5 answers, accuracy 100.0%, 5 tok/s, left 0:02:00
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,31 +47,46 @@ class EvaluationProgress:
         self._console = console or Console()
         self._clock = clock
         self._began: dict[str, tuple[float, int, int]] = {}
+        self._said = 0.0
         self._bars: Any = self._make_bars() if self._console.is_terminal else None
         self._bar_of: dict[str, Any] = {}
 
-    def __call__(self, task: str, rows: Sequence[Mapping[str, Any]], total: int) -> None:
-        """Shows the state of a task."""
-        tokens = sum(row["tokens"] for row in rows)
-        if task not in self._began:
-            self._began[task] = (self._clock(), len(rows), tokens)
-        began, rows_then, tokens_then = self._began[task]
+    def __call__(
+        self, task: str, rows: Sequence[Mapping[str, Any]], total: int, ended: int = 0, tokens: int = 0
+    ) -> None:
+        """Shows the state of a task.
+
+        Args:
+          task: its name.
+          rows: judged answers.
+          total: answers in all.
+          ended: answers of the batch at work that are whole.
+          tokens: sampled so far in that batch.
+        """
+        now, within = self._clock(), tokens > 0
+        if within and self._bars is None and now - self._said < _QUIET:
+            return
+        self._said = now
+        done, tokens = len(rows) + ended, tokens + sum(row["tokens"] for row in rows)
+        began, done_then, tokens_then = self._began.setdefault(task, (now, done, tokens))
         parts = []
         if rows:
             parts.append(f"accuracy {sum(row['reward'] for row in rows) / len(rows):.1%}")
-        if len(rows) > rows_then:
-            seconds = max(1e-9, self._clock() - began)
-            left = (total - len(rows)) * seconds / (len(rows) - rows_then)
+        seconds = max(1e-9, now - began)
+        if tokens > tokens_then:
             parts.append(f"{(tokens - tokens_then) / seconds:,.0f} tok/s")
+        if done > done_then:
+            left = (total - done) * seconds / (done - done_then)
             parts.append(f"left {datetime.timedelta(seconds=round(left))}")
         detail = ", ".join(parts)
         if self._bars is None:
-            text = f"{task}: {len(rows)}/{total} answers{', ' if detail else ''}{detail}"
+            waiting = f" ({ended} not judged yet)" if ended else ""
+            text = f"{task}: {done}/{total} answers{waiting}{', ' if detail else ''}{detail}"
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         if task not in self._bar_of:
             self._bar_of[task] = self._bars.add_task(task, total=total, detail="")
-        self._bars.update(self._bar_of[task], completed=len(rows), total=total, detail=detail)
+        self._bars.update(self._bar_of[task], completed=done, total=total, detail=detail)
 
     def __enter__(self) -> Self:
         return self

@@ -57,7 +57,8 @@ def load_pretrained(
     A directory holds ``config.json`` and ``model.safetensors``, or shards with their index. Supported model types:
     llama, qwen2, qwen3, qwen2_moe, qwen3_moe, deepseek_v2. Tensors go one at a time from the file into their place in
     the sharded parameters: besides those, the host holds one tensor (of a mixture, one layer's experts of one matrix),
-    and for the moment of its transfer a second copy. Pickled files are never opened.
+    and for the moment of its transfer a second copy. A tied head that is stored nevertheless must equal the embedding.
+    Pickled files are never opened.
 
     Args:
       path: the directory or the ``.gguf`` file.
@@ -82,7 +83,7 @@ def load_pretrained(
 
 
 def check_pretrained(path: str | Path) -> TransformerConfig:
-    """The shape of a checkpoint, after every check that needs no weight to be read.
+    """The shape of a checkpoint, after every check that needs no weight; a stored copy of a tied head is read.
 
     Args:
       path: as ``load_pretrained`` takes it.
@@ -107,7 +108,9 @@ def _open(path: Path) -> tuple[TransformerConfig, TensorSource]:
     from trm_jax.models.pretrained import open_safetensors
 
     files = open_safetensors(path)
-    return config_from_hf(read_config(path), str(path / "config.json")), files
+    config = config_from_hf(read_config(path), str(path / "config.json"))
+    # Some checkpoints store a tied head nevertheless (Qwen3-0.6B does).
+    return config, files.without_copy("lm_head.weight", "model.embed_tokens.weight") if config.tie_embeddings else files
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{file}: no such file; a checkpoint needs its config.json.")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}).") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{file} holds no JSON object.")

@@ -7,7 +7,7 @@ Requests wait in a queue. A free slot takes the next one: the prompt's keys and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -92,12 +92,19 @@ class InProcessEngine:
         """The output head as this engine multiplies with it, ``[V, D]`` in its compute dtype."""
         return self._loaded().weights.head_matrix(self._slots.compute.jnp_dtype)
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingConfig | None = None) -> RolloutBatch:
+    def generate(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingConfig | None = None,
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> RolloutBatch:
         """Answers every row of ``prompts``.
 
         Args:
           prompts: rows of at most ``max_prompt_length`` tokens, left-aligned.
           sampling: overrides the engine's own options for this call.
+          on_progress: called after every chunk of decode steps with the answers that have ended and the tokens sampled.
 
         Returns:
           A ``RolloutBatch`` with ``T = max_response_length``.
@@ -116,6 +123,8 @@ class InProcessEngine:
         while run.busy or run.waiting:
             run.start()
             run.decode()
+            if on_progress is not None:
+                on_progress(run.ended, int(np.sum(run.lengths)))
         return to_rollout(run.record, requests, prompts.group_ids, sampling, lengths=run.lengths, finished=run.finished)
 
     def _loaded(self) -> PolicyWeights:
@@ -133,7 +142,7 @@ class _Run:
         self._engine, self._slots, self._policy = engine, engine._slots, policy
         self._requests, self._sampling = requests, sampling
         total, count = len(requests), self._slots.config.slots
-        self.lengths, self.finished = np.zeros(total, np.int32), np.zeros(total, bool)
+        self.lengths, self.finished, self.ended = np.zeros(total, np.int32), np.zeros(total, bool), 0
         self.waiting = deque(range(total))
         self.busy: dict[int, int] = {}  # slot → request
         self._free = list(range(count))[::-1]
@@ -209,6 +218,7 @@ class _Run:
             if alive and stopped is None:
                 continue
             self.finished[request] = stopped is not None or int(tokens[-1]) in self._slots.eos_ids
+            self.ended += 1
             del self.busy[slot]
             self._watch.pop(request, None)
             self._request[slot] = len(self._requests)

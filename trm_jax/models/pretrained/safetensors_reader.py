@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,24 @@ class SafetensorsDirectory:
     def dtype(self, name: str) -> np.dtype[Any]:
         """The type in which a tensor is stored and read."""
         return self.tensors[name].numpy_dtype
+
+    def without_copy(self, name: str, of: str) -> SafetensorsDirectory:
+        """The same files without tensor ``name``, where it is stored and holds what ``of`` holds; else these.
+
+        Both are read a piece at a time.
+
+        Raises:
+          ValueError: the two differ, naming both.
+        """
+        if not {name, of} <= self.tensors.keys():
+            return self
+        one, other = self.tensors[name], self.tensors[of]
+        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        if not alike or any(mine != theirs for mine, theirs in zip(_pieces(one), _pieces(other), strict=True)):
+            raise ValueError(
+                f"{one.file}: tensor {name} differs from {of}, of which it must be a copy (tie_word_embeddings=true)."
+            )
+        return dataclasses.replace(self, tensors={key: place for key, place in self.tensors.items() if key != name})
 
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """One tensor in its stored type; nothing else is held.
@@ -138,6 +156,18 @@ def open_safetensors(directory: str | Path) -> SafetensorsDirectory:
     )
 
 
+def _pieces(place: StoredTensor) -> Iterator[bytes]:
+    left = math.prod(place.shape) * place.numpy_dtype.itemsize
+    with place.file.open("rb") as file:
+        file.seek(place.start)
+        while left:
+            piece = file.read(min(left, _CHECKED_AT_ONCE))
+            if not piece:
+                raise ValueError(f"{place.file} has become shorter; copy the file again.")
+            left -= len(piece)
+            yield piece
+
+
 def _stored_in(tensors: Mapping[str, StoredTensor], name: str) -> str | None:
     return tensors[name].file.name if name in tensors else None
 
@@ -156,7 +186,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of safetensors shards ({error!r}).") from error
     for file in sorted(set(names.values())):
         if Path(file).name != file:
@@ -181,7 +211,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header = json.loads(stream.read(length))
             entries = [_entry(name, fields) for name, fields in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{damaged}: its header cannot be read ({error!r}).") from error
     tensors: dict[str, StoredTensor] = {}
     at = 0

@@ -181,7 +181,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}).") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object.")
