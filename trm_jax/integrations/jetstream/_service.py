@@ -105,10 +105,10 @@ class RolloutService:
             await context.abort(
                 _Code.ABORTED, f"policy version {request.version} was asked for; the server has {self._driver.version}."
             )
-        if request.weights is not None and request.weights != (used := self._provenance.at(mark)):
+        used = self._provenance.at(mark)
+        if request.weights not in (None, used):
             await context.abort(
-                _Code.ABORTED,
-                f"weights {request.weights[:12]}... were asked for; the server has {used[:12] or 'its own'}.",
+                _Code.ABORTED, f"weights {request.weights} were asked for; the server has {used or 'its own'}."
             )
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Completion | Failure]()
 
@@ -160,9 +160,8 @@ class RolloutService:
         if content == "text_content":
             if self._tokenizer is None:
                 raise ValueError("this server has no tokenizer: send token_content.")
-            prompt = list(
-                await asyncio.to_thread(self._tokenizer.encode, message.text_content.text)
-            )  # megabytes, maybe
+            # In a thread: it may be megabytes, and others are answered meanwhile.
+            prompt = list(await asyncio.to_thread(self._tokenizer.encode, message.text_content.text))
         else:
             prompt = list(message.token_content.token_ids)
         if not stock:
