@@ -233,9 +233,8 @@ def test_another_runs_version_of_the_same_number_is_refused(program, folder, nam
         assert "policy version 0 in the weight directory is" in err
         assert "another run wrote it" in err
         assert server.poll() is None
-    assert (
-        json.loads((seed_folder(folder / f"{name}_second").parent / "seed1" / "result.json").read_text())["steps"] == 0
-    )
+    result = json.loads((folder / f"{name}_second" / "arms" / "run" / "seed1" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("failed", 0)
 
 
 def test_a_training_without_an_address_needs_no_grpc():
