@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import jax.numpy as jnp
@@ -55,6 +56,31 @@ def test_absent_half_written_and_damaged_versions_are_refused(tmp_path):
     (checkpoint / "manifest.json").write_text(json.dumps({}))
     with pytest.raises(WeightsRefused, match="not in the manifest"):
         directory.read(4, params(0))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("manifest.json", "null", "cannot be read: TypeError"),
+        ("manifest.json", "[1]", "cannot be read: TypeError"),
+        ("manifest.json", "\0", "damaged"),
+        ("layout.json", "[]", "cannot be read: AttributeError"),
+        ("layout.json", '{"w": 3}', "does not fit"),
+        ("state.json", "{", "cannot be read: JSONDecodeError"),
+        ("arrays/_METADATA", "", "does not fit"),
+    ],
+)
+def test_nonsense_with_a_valid_manifest_is_refused_and_no_path_is_told(tmp_path, file, text, words):
+    directory = WeightDirectory(tmp_path)
+    checkpoint = next(directory.publish(4, params(4)).glob("step_*"))
+    (checkpoint / file).write_text(text)
+    if file != "manifest.json":
+        entry = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest | {file: entry}))
+    with pytest.raises(WeightsRefused, match=f"policy version 4.*{words}") as refused:
+        directory.read(4, params(0))
+    assert str(tmp_path) not in str(refused.value)
 
 
 def test_versions_of_one_number_are_told_apart(tmp_path):

@@ -127,7 +127,10 @@ class WeightDirectory:
         try:
             found = Checkpointer(path, keep=1, report=faults.append).restore_latest(lambda _: template)
         except CheckpointError as error:
-            raise WeightsRefused(f"policy version {version}: {' '.join(faults) or error}") from error
+            told = " ".join(faults) or str(error)
+            raise WeightsRefused(f"policy version {version}: {told.replace(f'{self._root}/', '')}") from error
+        except Exception as error:  # who writes there may write anything: valid hashes of nonsense, too
+            raise WeightsRefused(f"policy version {version} cannot be read: {type(error).__name__}.") from error
         if found is None:
             raise WeightsRefused(f"policy version {version} is not complete: {path.name} holds no whole checkpoint.")
         self._compare(version, wanted)  # nobody wrote it anew meanwhile
