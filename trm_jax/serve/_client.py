@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from trm_jax.serve import wire
-from trm_jax.serve._access import is_loopback
+from trm_jax.serve._access import check_authority, is_loopback
 from trm_jax.serve._requests import Completion, SampleRequest
 
 __all__ = ["Connection", "RolloutClient", "ServingError"]
@@ -44,7 +44,7 @@ class Connection:
       max_reply_mb: largest message that is accepted.
 
     Raises:
-      ValueError: a number out of range, or a token that others could read.
+      ValueError: a number out of range, a file that is no certificate, or a token that others could read.
     """
 
     target: str
@@ -57,6 +57,8 @@ class Connection:
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.max_reply_mb < 1 or not self.patience >= 0:
             raise ValueError("concurrency and max_reply_mb must be at least 1, patience at least 0.")
+        if self.certificate is not None:
+            check_authority(self.certificate)
         host = self.target.rpartition(":")[0].strip("[]")
         if self.token is not None and self.certificate is None and not is_loopback(host):
             raise ValueError(
