@@ -188,6 +188,8 @@ class _ArmRun:
         mesh = make_mesh(train.mesh.data, train.mesh.tensor)
         with open_experiment(train) as experiment:
             records.check()
+            if not train.rollout.address:
+                records.begin()  # at an address the weight directory's owner may still refuse it
             params = nnx.state(experiment.model)
             if train.warmstart.steps:
                 try:
@@ -235,7 +237,7 @@ class _ArmRun:
             self.progress.start_run(self.arm.name, self.train.seed)
             self._fail(records, error, 0.0)
         with contextlib.closing(run):
-            records.begin()  # not before its engine is there: who is refused that leaves what stands here as it is
+            records.begin()
             self._run(experiment, run, records)
 
     def _run(self, experiment: Experiment, run: TrainRun, records: RunRecords) -> None:
