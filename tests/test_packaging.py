@@ -205,6 +205,21 @@ def test_every_dependency_is_used_and_every_import_is_declared() -> None:
     assert declared - others == set(), "declared but imported nowhere in trm_jax"
 
 
+def test_a_client_of_the_server_needs_one_small_extra_and_nothing_of_jetstream() -> None:
+    """In a process without what the server's extra brings (TensorFlow along with it), or what training does."""
+    needed, of_server = ({Requirement(line).name for line in EXTRAS[extra]} for extra in ("serve", "jetstream"))
+    absent = {MODULES[name] for name in of_server - needed} - {"prometheus_client"}  # which Orbax brings
+    assert absent == {"jetstream"}
+    absent |= {"seqio", "tensorflow", "tiktoken", "cattrs", "grain", "tyro"}
+    program = (
+        f"import sys; sys.modules |= dict.fromkeys({sorted(absent)!r}); "
+        "from trm_jax.serve import Connection, RemoteEngine, RolloutClient; "
+        "RolloutClient(Connection(target='127.0.0.1:1')).close()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_tracked_file_names_an_index_or_a_place_on_one_machine() -> None:
     found = []
     for name, text in _texts():

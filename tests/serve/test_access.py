@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from trm_jax.serve import Access, Connection, Limits, SampleRequest, SamplingOptions
@@ -9,14 +11,26 @@ from trm_jax.serve import Access, Connection, Limits, SampleRequest, SamplingOpt
 TOKEN = "a-token-of-25-characters."
 
 
+def make_identity(directory):
+    certificate, key = directory / "certificate", directory / "key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory):
+    return make_identity(tmp_path_factory.mktemp("identity"))
+
+
 @pytest.fixture
-def files(tmp_path):
-    for name in ("certificate", "key"):
-        (tmp_path / name).write_text("pem")
+def files(tmp_path, identity):
+    certificate, key = identity
     token = tmp_path / "token"
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
-    return {"certificate": tmp_path / "certificate", "key": tmp_path / "key", "token_file": token}
+    return {"certificate": certificate, "key": key, "token_file": token}
 
 
 def test_an_open_address_needs_tls_and_a_token_or_a_word_that_it_may_be_open(files):
@@ -48,6 +62,25 @@ def test_half_an_identity_and_a_poor_token_are_refused(files, tmp_path):
         Access(token_file=tmp_path / "absent")
     with pytest.raises(ValueError, match="port=70000"):
         Access(port=70000)
+
+
+def test_files_that_are_no_identity_are_refused_before_a_server_starts(files, tmp_path):
+    """gRPC would say that it cannot listen, and a client wait until its patience ends."""
+    garbage = tmp_path / "garbage"
+    garbage.write_text("pem")
+    _, other_key = make_identity(tmp_path)
+    for certificate, key in ((garbage, garbage), (files["certificate"], other_key), (tmp_path / "absent", other_key)):
+        with pytest.raises(ValueError, match=r"are no TLS identity \(.*belong together"):
+            Access(certificate=certificate, key=key)
+    locked = tmp_path / "locked"
+    command = ["openssl", "ec", "-in", str(other_key), "-aes256", "-passout", "pass:secret", "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ValueError, match="the key without a password"):
+        Access(certificate=tmp_path / "certificate", key=locked)
+    for authority in (garbage, tmp_path / "absent"):
+        with pytest.raises(ValueError, match="is no PEM file of an authority"):
+            Connection(target="127.0.0.1:80", certificate=authority)
+    Connection(target="rollouts.example:80", certificate=files["certificate"], token=TOKEN)
 
 
 def test_a_client_sends_no_token_unencrypted_over_a_network():

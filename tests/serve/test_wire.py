@@ -28,6 +28,7 @@ def completion(hidden_dtype=np.float32) -> Completion:
         top_tokens=np.array([[5, 1], [0, 2], [7, 3]], np.int32),
         top_logps=rng.standard_normal((3, 2)).astype(np.float32),
         routed_experts=rng.integers(-1, 300, (6, 2, 2)).astype(np.int16),
+        weights=("", "5e"),
     )
 
 
@@ -82,13 +83,22 @@ def test_a_request_arrives_as_it_was_sent_and_zero_takes_the_servers_default():
         routes=True,
         stream_every=4,
         version=0,
+        weights="5e",
     )
     message = wire.DecodeRequest.FromString(wire.to_message(request).SerializeToString())
     assert wire.request_of(message, [1, 2], SamplingOptions()) == request
     message.sampling.temperature = message.sampling.top_p = 0
     message.sampling.checks_version = False
+    message.sampling.weights = ""
     back = wire.request_of(message, [1, 2], SamplingOptions(temperature=0.3, top_p=0.4))
-    assert (back.sampling.temperature, back.sampling.top_p, back.version) == (0.3, 0.4, None)
+    assert (back.sampling.temperature, back.sampling.top_p, back.version, back.weights) == (0.3, 0.4, None, None)
+
+
+@pytest.mark.parametrize("data", [b"\xff\x00garbage", bytes([42, 4, 10, 2, 255, 254]), bytes([8])])
+def test_bytes_that_are_no_message_are_refused_in_words(data):
+    """No wire format, text that is not UTF-8, cut off."""
+    with pytest.raises(ValueError, match=f"{len(data)} bytes that are no DecodeRequest"):
+        wire.parsed(wire.DecodeRequest, data)
 
 
 def test_the_messages_are_a_superset_of_jetstreams():

@@ -280,6 +280,43 @@ def test_what_is_refused_before_an_arm_begins_leaves_the_directory_free(on_the_t
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_who_is_refused_the_weight_directory_leaves_everything_as_it_is(
+    without_training, driver, config_of, tmp_path, monkeypatch
+):
+    """By its owner at the start; and by one that came later, when the engine is opened."""
+    serve = pytest.importorskip("trm_jax.serve", reason="clients of a server need trm-jax[serve]", exc_type=ImportError)
+
+    def served(address):
+        rollout = driver.tiny("")["rollout"] | {"address": address, "weights": str(tmp_path / "weights")}
+        return config_of(rollout=rollout)
+
+    with (
+        serve.WeightDirectory(tmp_path / "weights").owned(),
+        pytest.raises(ValueError, match="another trainer writes its weights to"),
+    ):
+        run_experiment(served("127.0.0.1:1"))
+    assert not (tmp_path / "run").exists()
+
+    def refuse(*args, **kwargs):
+        raise ValueError("another trainer came while this one was warming up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arms, "TrainRun", refuse)
+        with pytest.raises(ValueError, match="another trainer came"):
+            run_experiment(served("127.0.0.1:1"))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock"}
+
+    run_experiment(served("127.0.0.1:1"))
+    settings = tmp_path / "run" / "arms" / "run" / "seed0" / "config.json"
+    before = settings.read_bytes()
+    (settings.parent / "result.json").unlink()
+    monkeypatch.setattr(arms, "TrainRun", refuse)
+    with pytest.raises(ValueError, match="another trainer came"):
+        run_experiment(served("127.0.0.1:2"), resume=True)
+    assert settings.read_bytes() == before
+    assert b"127.0.0.1:1" in before
+
+
 def test_a_stop_before_an_arm_opens_nothing(on_the_toy, config_of, tmp_path):
     with pytest.raises(Interrupted, match=r"stopped before arm 'run', seed 0"):
         run_experiment(config_of(), should_stop=lambda: True)

@@ -216,6 +216,25 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_runs(program, fold
         assert code == 2
         assert "another trainer writes its weights to" in err
         assert err.count("\n") == 1
+        assert not (folder / f"{name}_second").exists()
+
+
+def test_another_runs_version_of_the_same_number_is_refused(program, folder, name):
+    """The server follows a directory in which an earlier run left its version 0, and the trainer writes elsewhere."""
+    port = free_port()
+    with serving(program, name, port):
+        code, out, err = program.run("train", "tiny.toml", *COMMON, *IN_TURN, "steps=1", *at(name, port))
+        assert code == 0, (out, err)
+    assert [path.name for path in (folder / f"{name}_weights").glob("version_*")] == ["version_00000000"]
+    elsewhere = (*at(name, port), f"directory={name}_second", f"rollout.weights={name}_elsewhere")
+    with serving(program, name, port) as server:
+        code, _, err = program.run("train", "tiny.toml", *COMMON, *IN_TURN, "seed=1", *elsewhere)
+        assert code == 2
+        assert "policy version 0 in the weight directory is" in err
+        assert "another run wrote it" in err
+        assert server.poll() is None
+    result = json.loads((folder / f"{name}_second" / "arms" / "run" / "seed1" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("failed", 0)
 
 
 def test_a_training_without_an_address_needs_no_grpc():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import ssl
 from pathlib import Path
 
-__all__ = ["Access", "is_loopback", "read_token"]
+__all__ = ["Access", "check_authority", "is_loopback", "read_token"]
 
 
 def is_loopback(host: str) -> bool:
@@ -37,8 +38,8 @@ class Access:
       insecure: listen on another address without TLS or token all the same.
 
     Raises:
-      ValueError: an address others can reach without TLS and a token; half a TLS identity; a token below 16 characters
-        or a token file that others can read.
+      ValueError: an address others can reach without TLS and a token; half a TLS identity, or files that are none; a
+        token below 16 characters or a token file that others can read.
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +54,8 @@ class Access:
             raise ValueError(f"port={self.port}: must lie in [0, 65535]; 0 takes a free one.")
         if (self.certificate is None) != (self.key is None):
             raise ValueError("TLS needs both a certificate and its key; one of them is missing.")
+        if self.certificate is not None and self.key is not None:
+            _check_identity(self.certificate, self.key)
         if self.token_file is not None:
             self.token()
         if self.insecure or is_loopback(self.host):
@@ -76,6 +79,29 @@ class Access:
     def address(self) -> str:
         """``host:port`` as gRPC writes it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _check_identity(certificate: Path, key: Path) -> None:
+    """In words and before anything starts; gRPC would only say that it cannot listen."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"certificate {str(certificate)!r} and key {str(key)!r} are no TLS identity ({error}): give PEM files that "
+            "belong together, the key without a password."
+        ) from error
+
+
+def check_authority(certificate: Path) -> None:
+    """Refuses what no server's certificate can be verified with.
+
+    Raises:
+      ValueError: the file cannot be read, or holds no certificate.
+    """
+    try:
+        ssl.create_default_context(cafile=certificate)
+    except OSError as error:
+        raise ValueError(f"certificate {str(certificate)!r} is no PEM file of an authority ({error}).") from error
 
 
 def read_token(path: Path) -> str:

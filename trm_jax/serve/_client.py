@@ -15,14 +15,15 @@ import grpc
 import numpy as np
 
 from trm_jax.serve import wire
-from trm_jax.serve._access import is_loopback
+from trm_jax.serve._access import check_authority, is_loopback
 from trm_jax.serve._requests import Completion, SampleRequest
 
 __all__ = ["Connection", "RolloutClient", "ServingError"]
 
 _Code = grpc.StatusCode
 _AWAY = (_Code.UNAVAILABLE, _Code.ABORTED)  # gone, or back with other weights than asked for
-_AGAIN = (*_AWAY, _Code.RESOURCE_EXHAUSTED)
+_BUSY = (_Code.RESOURCE_EXHAUSTED, _Code.CANCELLED)  # its queue is full, or gRPC there dropped the call under a flood
+_TOO_LARGE = "larger than max"  # what gRPC says of a message beyond either side's limit, with RESOURCE_EXHAUSTED too
 _T = TypeVar("_T")
 
 
@@ -43,7 +44,7 @@ class Connection:
       max_reply_mb: largest message that is accepted.
 
     Raises:
-      ValueError: a number out of range, or a token that others could read.
+      ValueError: a number out of range, a file that is no certificate, or a token that others could read.
     """
 
     target: str
@@ -56,6 +57,8 @@ class Connection:
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.max_reply_mb < 1 or not self.patience >= 0:
             raise ValueError("concurrency and max_reply_mb must be at least 1, patience at least 0.")
+        if self.certificate is not None:
+            check_authority(self.certificate)
         host = self.target.rpartition(":")[0].strip("[]")
         if self.token is not None and self.certificate is None and not is_loopback(host):
             raise ValueError(
@@ -75,6 +78,7 @@ class RolloutClient:
         self.connection = connection
         self._on_return = on_return
         self._running: set[concurrent.futures.Future[Any]] = set()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts-client", daemon=True)
         self._thread.start()
@@ -88,8 +92,9 @@ class RolloutClient:
 
     def close(self) -> None:
         """Ends the connection; what is being asked over it ends as ``interrupt`` says."""
+        self._closed = True  # a thread that gives the weights again would wait for ever for a loop that has ended
         self.interrupt()
-        self._run(self._channel.close())
+        asyncio.run_coroutine_threadsafe(self._channel.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -116,13 +121,18 @@ class RolloutClient:
         """The server's ``StatusReply``."""
         return self._run(self._patiently(lambda _: self._status(wire.Empty(), metadata=self._metadata)))
 
-    def load(self, version: int, *, finish_first: bool = False) -> Any:
+    def load(self, version: int, *, weights: str = "", finish_first: bool = False) -> Any:
         """Has the server take a version from its weight directory; its ``StatusReply`` after that.
+
+        Args:
+          version: its number.
+          weights: identity that it must have there; empty takes any.
+          finish_first: let sequences in flight finish before.
 
         Raises:
           ServingError: it was refused; the server keeps the weights that it has.
         """
-        request = wire.LoadRequest(version=version, finish_first=finish_first)
+        request = wire.LoadRequest(version=version, weights=weights, finish_first=finish_first)
         return self._run(self._patiently(lambda _: self._load(request, metadata=self._metadata)))
 
     def metrics(self) -> str:
@@ -131,6 +141,9 @@ class RolloutClient:
         return text
 
     def _run(self, coroutine: Any) -> Any:
+        if self._closed:
+            coroutine.close()
+            raise concurrent.futures.CancelledError
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._running.add(future)
         try:
@@ -192,7 +205,13 @@ class RolloutClient:
         missing = [i for i, parts in pieces.items() if not parts or not parts[-1].finish]
         if missing:
             raise ServingError(f"the server ended without finishing samples {missing}.")
-        return [_joined(parts) for parts in pieces.values()]
+        samples = [_joined(parts) for parts in pieces.values()]
+        if request.weights is not None and any(done.weights != (request.weights,) for done in samples):
+            accepted.clear()  # it was not served: patience goes on running
+            none = grpc.aio.Metadata()
+            message = "the server's weights were changed by another client while it sampled"
+            raise grpc.aio.AioRpcError(_Code.ABORTED, none, none, details=message)
+        return samples
 
     async def _patiently(self, call: Callable[[asyncio.Event], Awaitable[_T]], *, notify: bool = False) -> _T:
         """Calls until it is answered, or was refused for ``patience`` seconds since it was last accepted."""
@@ -205,10 +224,15 @@ class RolloutClient:
                 code, text = error.code(), error.details() or ""
                 if code == _Code.INVALID_ARGUMENT:
                     raise ValueError(f"the server at {self.connection.target} refused: {text}") from error
+                if code == _Code.RESOURCE_EXHAUSTED and _TOO_LARGE in text:
+                    raise ServingError(
+                        f"a message from or to the server at {self.connection.target} is too large ({text}): raise "
+                        f"max_reply_mb={self.connection.max_reply_mb}, or ask for fewer samples, tokens or records."
+                    ) from error
                 if accepted.is_set():
                     began, wait = time.monotonic(), 0.02
                 late = time.monotonic() - began > self.connection.patience
-                if code not in _AGAIN or late:
+                if code not in (*_AWAY, *_BUSY) or late:
                     raise ServingError(
                         f"the server at {self.connection.target} answered {code.name}: {text}"
                     ) from error
@@ -247,6 +271,7 @@ def _joined(parts: list[Completion]) -> Completion:
     return Completion(
         sample=parts[0].sample,
         finish=parts[-1].finish,
+        weights=tuple(dict.fromkeys(identity for part in parts for identity in part.weights)),
         support_offsets=offsets,
         **{name: joined(name) for name in names},
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -22,8 +25,8 @@ from trm_jax.rollout import (
     describe_numerics,
 )
 from trm_jax.serve._batch import batch_of
-from trm_jax.serve._client import Connection, RolloutClient
-from trm_jax.serve._requests import SampleRequest
+from trm_jax.serve._client import Connection, RolloutClient, ServingError
+from trm_jax.serve._requests import Completion, SampleRequest
 from trm_jax.serve._weights import WeightDirectory
 from trm_jax.types import PromptBatch, RolloutBatch
 
@@ -34,7 +37,8 @@ class RemoteEngine:
     """``trm_jax.rollout.Engine`` at an address.
 
     Weights go through a directory that both processes see: ``update_weights`` writes a verified checkpoint there and
-    has the server take it. A server that was restarted is given the weights again before it is asked for samples.
+    has the server take it. A server that was restarted is given the weights again before it is asked for samples. What
+    was sampled by weights that this engine did not write is never used.
 
     Args:
       model: the architecture (its parameters are not used).
@@ -79,6 +83,9 @@ class RemoteEngine:
         self._recording = Recording(hidden=record_hidden, top_logps=record_top_logps, routes=record_routes)
         self._weights: EngineWeights | None = None
         self._version = -1
+        self._given = (-1, "")  # version and identity of the weights that the server shall have
+        self._written: set[str] = set()
+        self._giving = threading.Lock()
         with contextlib.ExitStack() as stack:
             self._client = RolloutClient(connection, on_return=self._give_weights_again)
             stack.callback(self._client.close)
@@ -113,7 +120,14 @@ class RemoteEngine:
           ServingError: the server refused them and keeps those it has.
         """
         self._directory.publish(version, params)
-        self._client.load(version, finish_first=self._finish_first)
+        before, new = self._given, (int(version), self._directory.identity(version))
+        self._written.add(new[1])
+        with self._giving:  # or who finds the server back in this moment would give it the old ones
+            try:
+                self._give(new)
+            except BaseException:
+                self._given = before
+                raise
         self._weights = convert_weights(self._graphdef, params, self._numerics)
         self._version = int(version)
 
@@ -151,12 +165,13 @@ class RemoteEngine:
                     top_logps=self._recording.top_logps,
                     routes=self._recording.routes,
                     version=None if self._in_flight else self._version,
+                    weights=None if self._in_flight else self._given[1],
                 )
                 for rows in groups
             ]
         )
         by_row = {
-            row: completion
+            row: self._known(completion)
             for rows, completions in zip(groups, answers, strict=True)
             for row, completion in zip(rows, completions, strict=True)
         }
@@ -170,10 +185,29 @@ class RemoteEngine:
             dtype=self._numerics.compute().jnp_dtype,
         )
 
+    def _known(self, completion: Completion) -> Completion:
+        """The completion; without versions where weights of another trainer may have made a part of it."""
+        if set(completion.weights) <= {"", *self._written}:  # "": the server's own, of version -1
+            return completion
+        return dataclasses.replace(completion, versions=np.full_like(completion.versions, -1))
+
+    def _give(self, new: tuple[int, str]) -> None:
+        self._given = new
+        status = self._client.load(new[0], weights=new[1], finish_first=self._finish_first)
+        if (status.version, status.weights) != new:
+            raise ServingError(
+                f"the server was given policy version {new[0]} ({new[1][:12]}...) and says that it has "
+                f"{status.version} ({status.weights[:12] or 'no identity'}...): is it of an older trm_jax, or has "
+                "another client changed its weights?"
+            )
+
     def _give_weights_again(self) -> None:
         """After the server was away: it may be a new process with its first weights."""
-        if self._version >= 0 and self._client.status().version != self._version:
-            self._client.load(self._version, finish_first=self._finish_first)
+        with self._giving:
+            if self._given[0] >= 0:
+                status = self._client.status()
+                if (status.version, status.weights) != self._given:
+                    self._give(self._given)
 
 
 def check_server(

@@ -34,6 +34,7 @@ class SampleRequest:
       routes: also return the experts that ran.
       stream_every: tokens between two pieces of a sample; 0 sends each sample whole.
       version: policy version that the server must have when it takes the request; None takes any.
+      weights: identity of the weights that must make every token (see ``WeightDirectory.identity``); None takes any.
     """
 
     prompt: Sequence[int]
@@ -45,6 +46,7 @@ class SampleRequest:
     routes: bool = False
     stream_every: int = 0
     version: int | None = None
+    weights: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,8 @@ class Completion:
       top_logps: ``[n, K]`` their log-probs as in ``model_logps``, or None.
       routed_experts: ``[m, M, k]`` experts that ran, or None. Of a whole sample ``m = P + n - 1``: every position of
         prompt and response but the last token's, which was never run. The first piece has the prompt's.
+      weights: identities of all weights that were in use since the request was taken, the first ones first; "" stands
+        for weights that no trainer made. One of them made each token.
     """
 
     sample: int
@@ -167,3 +171,4 @@ class Completion:
     top_tokens: Int32[np.ndarray, "n K"] | None = None
     top_logps: Float32[np.ndarray, "n K"] | None = None
     routed_experts: Int16[np.ndarray, "m M k"] | None = None
+    weights: tuple[str, ...] = ()

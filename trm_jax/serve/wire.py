@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from trm_jax.rollout import SamplingConfig
 from trm_jax.serve._requests import Completion, SampleRequest
@@ -30,6 +31,7 @@ __all__ = [
     "MetricsReply",
     "StatusReply",
     "completion_of",
+    "parsed",
     "put_completion",
     "request_of",
     "to_message",
@@ -82,6 +84,7 @@ _JETSTREAM: dict[str, list[tuple[int, str, str, str]]] = {
         (11, "repeated string", "stop", ""),
         (12, "int32", "top_logps", ""),
         (13, "bool", "routes", ""),
+        (14, "string", "weights", ""),
     ],
     "Record": [
         (1, "int32", "sample", ""),
@@ -98,9 +101,14 @@ _JETSTREAM: dict[str, list[tuple[int, str, str, str]]] = {
         (12, "bytes", "top_logps", ""),
         (13, "bytes", "routed_experts", ""),
         (14, "repeated int32", "routed_shape", ""),
+        (15, "repeated string", "weights", ""),
     ],
     "Empty": [],
-    "LoadRequest": [(1, "int32", "version", ""), (2, "bool", "finish_first", "")],
+    "LoadRequest": [
+        (1, "int32", "version", ""),
+        (2, "bool", "finish_first", ""),
+        (3, "string", "weights", ""),
+    ],
     "MetricsReply": [(1, "string", "text", "")],
     "StatusReply": [
         (1, "bool", "live", ""),
@@ -121,6 +129,7 @@ _JETSTREAM: dict[str, list[tuple[int, str, str, str]]] = {
         (16, "int32", "top_logps", ""),
         (17, "bool", "routes", ""),
         (18, "bool", "stop", ""),
+        (19, "string", "weights", ""),
     ],
 }
 
@@ -164,14 +173,30 @@ Empty: Any = _message("Empty")
 HealthCheckResponse: Any = _message("HealthCheckResponse")
 """JetStream's."""
 LoadRequest: Any = _message("LoadRequest")
-"""Policy version to load from the server's weight directory, and whether sequences in flight finish first."""
+"""Policy version to load from the server's weight directory, whether sequences in flight finish first, and the identity
+that the version must have there (empty takes any)."""
 MetricsReply: Any = _message("MetricsReply")
 """Prometheus' text format."""
 StatusReply: Any = _message("StatusReply")
-"""Health, version, queue depth, and what the server is made for."""
+"""Health, version and identity of the weights, queue depth, and what the server is made for."""
 
 _Record: Any = _message("Record")
 _F4, _I4, _I2 = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<i2")
+
+
+def parsed(kind: Any, data: bytes) -> Any:
+    """The message in ``data``.
+
+    Raises:
+      ValueError: they are no such message.
+
+    >>> parsed(LoadRequest, bytes([8, 3])).version
+    3
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise ValueError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}: {error}") from error
 
 
 def to_message(request: SampleRequest) -> Any:
@@ -194,6 +219,7 @@ def to_message(request: SampleRequest) -> Any:
             "stop": sampling.stop,
             "top_logps": request.top_logps,
             "routes": request.routes,
+            "weights": request.weights or "",
         },
     )
 
@@ -227,6 +253,7 @@ def request_of(message: Any, prompt: list[int], default: SamplingConfig) -> Samp
         routes=asked.routes,
         stream_every=asked.stream_every,
         version=asked.version if asked.checks_version else None,
+        weights=asked.weights or None,
     )
 
 
@@ -235,6 +262,7 @@ def put_completion(completion: Completion, sample: Any) -> None:
     sample.token_ids.extend(completion.tokens.tolist())
     record = sample.record
     record.sample, record.finish = completion.sample, completion.finish
+    record.weights.extend(completion.weights)
     record.logps = completion.logps.astype(_F4, copy=False).tobytes()
     record.model_logps = completion.model_logps.astype(_F4, copy=False).tobytes()
     record.versions = completion.versions.astype(_I4, copy=False).tobytes()
@@ -286,6 +314,7 @@ def completion_of(sample: Any) -> Completion:
         model_logps=array("model_logps", _F4, count),
         versions=array("versions", _I4, count),
         finish=record.finish,
+        weights=tuple(record.weights),
         support_tokens=None if offsets is None else array("support_tokens", _I4, int(offsets[-1])),
         support_offsets=offsets,
         hidden=hidden,

@@ -76,6 +76,7 @@ def run_experiment(
     check_arms(config)
     root = Path(config.directory)
     runs = [(arm, dataclasses.replace(arm.train, seed=seed)) for seed in config.seeds for arm in config.arms]
+    _check_weights_free(root, runs)
     with lock_root(root):
         if resume:
             for arm, train in runs:
@@ -138,6 +139,20 @@ def check_arms(config: RunConfig) -> None:
     raise ValueError(fault if shared else f"arm {slug}: {fault}")
 
 
+def _check_weights_free(root: Path, runs: Sequence[tuple[ArmConfig, TrainConfig]]) -> None:
+    """Refuses before anything is written what the owner of a weight directory would stop after the warm start."""
+    wanted = {
+        train.rollout.weights
+        for arm, train in runs
+        if train.rollout.address and not RunRecords(root, arm, train).complete
+    }
+    if wanted:
+        from trm_jax.serve import WeightDirectory
+
+        for path in sorted(wanted):
+            WeightDirectory(Path(path)).check_free()
+
+
 def _name_warm_starts(root: Path, runs: Sequence[TrainConfig]) -> dict[Path, tuple[str, TrainConfig]]:
     """Each warm start's directory, with a name that is its own within its seed, and the first run that begins there."""
     first: dict[Path, TrainConfig] = {}
@@ -172,7 +187,9 @@ class _ArmRun:
             return
         mesh = make_mesh(train.mesh.data, train.mesh.tensor)
         with open_experiment(train) as experiment:
-            records.begin()
+            records.check()
+            if not train.rollout.address:
+                records.begin()  # at an address the weight directory's owner may still refuse it
             params = nnx.state(experiment.model)
             if train.warmstart.steps:
                 try:
@@ -220,6 +237,7 @@ class _ArmRun:
             self.progress.start_run(self.arm.name, self.train.seed)
             self._fail(records, error, 0.0)
         with contextlib.closing(run):
+            records.begin()
             self._run(experiment, run, records)
 
     def _run(self, experiment: Experiment, run: TrainRun, records: RunRecords) -> None:
@@ -256,6 +274,7 @@ class _ArmRun:
         self, records: RunRecords, error: RuntimeError, seconds: float, outcome: RunOutcome = NEVER_BEGAN
     ) -> NoReturn:
         with contextlib.suppress(OSError):
+            records.begin()
             records.end(outcome, str(error), seconds)
         self.progress.finish_run("failed", str(error))
         raise error

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import jax
@@ -52,7 +56,13 @@ def server(tools, weights):
 
 @pytest.fixture(scope="module")
 def remote(tools, server, weights):
-    engine = RemoteEngine(
+    engine = remote_engine(tools, server, weights, record_top_logps=3)
+    yield engine
+    engine.close()
+
+
+def remote_engine(tools, server, weights, **options) -> RemoteEngine:
+    return RemoteEngine(
         tools.model(),
         tools.config,
         numerics=tools.numerics,
@@ -60,10 +70,26 @@ def remote(tools, server, weights):
         eos_ids=tools.eos,
         connection=Connection(target=server.target),
         weights=weights,
-        record_top_logps=3,
+        **options,
     )
-    yield engine
-    engine.close()
+
+
+@contextmanager
+def held_back(server) -> Iterator[threading.Semaphore]:
+    """Decodes only as often as the semaphore is released."""
+    steps, engine = threading.Semaphore(0), server.driver._engine
+    original = engine.generate
+
+    def gated(*call):
+        steps.acquire()
+        return original(*call)
+
+    engine.generate = gated
+    try:
+        yield steps
+    finally:
+        engine.generate = original
+        steps.release(10)
 
 
 @pytest.fixture
@@ -146,6 +172,120 @@ def test_a_server_with_other_weights_than_asked_for_says_so(tools, server, remot
         client.generate([SampleRequest(prompt=[1], seeds=[0], max_tokens=2, version=9)])
 
 
+def test_another_runs_version_of_the_same_number_is_refused(tools, tmp_path):
+    """The server was started on a directory where an earlier run left a version 1; the trainer writes elsewhere."""
+    WeightDirectory(tmp_path / "old").publish(1, tools.params(1))
+    with tools.serving(weights=tmp_path / "old") as server:
+        engine = remote_engine(tools, server, tmp_path / "new")
+        try:
+            with pytest.raises(ServingError, match=r"FAILED_PRECONDITION: policy version 1 .* another run wrote it"):
+                engine.update_weights(1, tools.params())
+            assert (server.driver.version, engine.version) == (-1, -1)
+        finally:
+            engine.close()
+
+
+def test_status_and_every_answer_say_which_weights(tools, tmp_path):
+    directory = WeightDirectory(tmp_path)
+    request = SampleRequest(prompt=[1, 2, 4], seeds=[0, 1], max_tokens=6, stream_every=2)
+    with (
+        tools.serving(weights=tmp_path) as server,
+        RolloutClient(Connection(target=server.target, patience=0)) as client,
+    ):
+        assert client.status().weights == ""  # no trainer's
+        assert {done.weights for done in client.generate([request])[0]} == {("",)}
+        directory.publish(1, tools.params())
+        one = directory.identity(1)
+        assert client.load(1).weights == client.load(1, weights=one).weights == client.status().weights == one
+        assert {done.weights for done in client.generate([request])[0]} == {(one,)}
+        with pytest.raises(ServingError, match="another run wrote it"):
+            client.load(1, weights="0" * 64)
+        with pytest.raises(ServingError, match=f"ABORTED: weights 5e were asked for; the server has {one}"):
+            client.generate([SampleRequest(**vars(request) | {"version": 1, "weights": "5e"})])
+        assert client.generate([SampleRequest(**vars(request) | {"version": 1, "weights": one})])
+
+
+def test_weights_that_change_under_a_sequence_are_named(tools, tmp_path):
+    """Under the same version number, too: the second one is another run's."""
+    directory = WeightDirectory(tmp_path)
+    directory.publish(1, tools.params())
+    one = directory.identity(1)
+    request = SampleRequest(prompt=[1, 2, 4], seeds=tools.long_seeds(1), max_tokens=6, version=1)
+    asked = SampleRequest(**vars(request) | {"weights": one})
+    with (
+        tools.serving(weights=tmp_path) as server,
+        held_back(server) as steps,
+        RolloutClient(Connection(target=server.target, patience=0)) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        client.load(1)
+        whatever, ours = pool.submit(client.generate, [request]), pool.submit(client.generate, [asked])
+        tools.until(lambda: server.driver.health().slots_busy == 2)
+        steps.release()
+        directory.publish(1, tools.params(1))
+        other = directory.identity(1)
+        load = pool.submit(client.load, 1)
+        tools.until(lambda: server.driver._exchange.waiting)
+        steps.release(40)
+        assert load.result().weights == other
+        ((done,),) = whatever.result()
+        assert done.weights == (one, other)
+        assert set(done.versions.tolist()) == {1}  # by the number alone nobody would know
+        with pytest.raises(ServingError, match=r"ABORTED: the server's weights were changed by another client"):
+            ours.result()
+
+
+def test_tokens_of_weights_that_are_not_ours_have_no_version(tools, tmp_path):
+    """Where weights may change in flight, samples are of what the server has; what is not known counts as stale."""
+    with tools.serving(weights=tmp_path) as server:
+        engine = remote_engine(tools, server, tmp_path, in_flight=True, record_hidden=False)
+        try:
+            engine.update_weights(1, tools.params())
+            assert set(np.unique(np.asarray(engine.generate(prompts(2)).versions))) <= {-1, 1}
+            assert (np.asarray(engine.generate(prompts(2)).versions) == 1).any()
+            WeightDirectory(tmp_path).publish(1, tools.params(1))  # by none of its engines
+            with RolloutClient(Connection(target=server.target)) as another:
+                another.load(1)
+            found = engine.generate(prompts(2))
+            assert np.asarray(found.response_mask).any()
+            assert (np.asarray(found.versions) == -1).all()
+            engine.update_weights(2, tools.params())
+            assert (np.asarray(engine.generate(prompts(2)).versions) == 2).any()
+        finally:
+            engine.close()
+
+
+def test_a_server_that_names_no_weights_is_not_trusted(tools, tmp_path, monkeypatch):
+    with tools.serving(weights=tmp_path) as server:
+        monkeypatch.setattr(server._provenance, "at", lambda mark: "")  # as a server without identities says nothing
+        engine = remote_engine(tools, server, tmp_path)
+        try:
+            with pytest.raises(ServingError, match=r"says that it has 1 \(no identity\.\.\.\)"):
+                engine.update_weights(1, tools.params())
+            assert engine.version == -1
+        finally:
+            engine.close()
+
+
+def test_loads_come_one_after_another(tools, tmp_path, monkeypatch):
+    """Each holds a second copy of the weights."""
+    WeightDirectory(tmp_path).publish(1, tools.params())
+    with tools.serving(weights=tmp_path) as server:
+        under_way, most, original = [], [], server._weights.read
+
+        def read(*args, **options):
+            under_way.append(1)
+            most.append(len(under_way))
+            time.sleep(0.05)
+            under_way.pop()
+            return original(*args, **options)
+
+        monkeypatch.setattr(server._weights, "read", read)
+        with RolloutClient(Connection(target=server.target)) as client, ThreadPoolExecutor(6) as pool:
+            list(pool.map(client.load, [1] * 6))
+        assert most == [1] * 6
+
+
 def test_a_server_that_is_made_for_something_else_is_refused(tools, server, weights):
     from trm_jax.rollout import RolloutNumerics
 
@@ -217,19 +357,24 @@ def test_a_malformed_request_is_refused_and_says_why(server, client):
                 list(decode(message))
             assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert words in error.value.details()
+        raw = channel.unary_stream(f"/{wire.SERVICE}/Generate", None, None)
+        load = channel.unary_unary(f"/{wire.SERVICE}/Load", None, None)
+        options = {"seeds": [0], "stop": ["", "7" * 10**5]}  # the refusal quotes them; a trailer holds a few kilobytes
+        long_winded = wire.DecodeRequest(max_tokens=3, token_content={"token_ids": [1]}, sampling=options)
+        for call, words in (
+            (lambda: list(raw(b"\xff\x00garbage")), "9 bytes that are no DecodeRequest"),
+            (lambda: load(b"\x08"), "1 bytes that are no LoadRequest"),
+            (lambda: list(decode(long_winded)), "an empty string would end every response"),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                call()
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert words in error.value.details()
+            assert len(error.value.details()) < 2000
 
 
 def test_a_client_that_goes_away_frees_its_slots(tools, server, client):
-    steps = threading.Semaphore(0)
-    engine = server.driver._engine
-    original = engine.generate
-
-    def gated(*call):
-        steps.acquire()
-        return original(*call)
-
-    engine.generate = gated
-    try:
+    with held_back(server) as steps:
         with grpc.insecure_channel(server.target) as channel:
             decode = channel.unary_stream(
                 f"/{wire.SERVICE}/Generate", lambda m: m.SerializeToString(), wire.DecodeResponse.FromString
@@ -242,9 +387,6 @@ def test_a_client_that_goes_away_frees_its_slots(tools, server, client):
             tools.until(lambda: server.driver.counters.cancelled == before + 1)
         steps.release()
         tools.until(lambda: server.driver.health().slots_busy == 0)  # after one chunk of the three that they had left
-    finally:
-        engine.generate = original
-        steps.release(10)
     assert client.generate([SampleRequest(prompt=[1], seeds=[0], max_tokens=2)])
 
 

@@ -149,7 +149,8 @@ class ToyServer(ThreadingHTTPServer):
             told = {"raw": self.policy(context, 1.0), "tempered": tempered, "processed": drawn}[self.mode]
             token = int(np.argmax(drawn)) if greedy else int(rng.choice(VOCAB, p=np.exp(drawn)))
             out.tokens.append(token)
-            out.logps.append(max(float(told[token]), -9999.0))
+            of_token = self.policy(context, 1.0) if self.has("two kinds") else told
+            out.logps.append(max(float(of_token[token]), -9999.0))
             best = np.argsort(-told, kind="stable")[:top]
             out.tops.append([(int(i), max(float(told[i]), -9999.0)) for i in best])
             if token in EOS and not self.has("goes on"):

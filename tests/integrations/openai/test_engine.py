@@ -95,6 +95,14 @@ def test_a_support_larger_than_its_record_is_a_fault(tools: Any) -> None:
             engine.generate(tools.prompts())
 
 
+def test_a_sampled_token_with_two_log_probs_is_a_fault(tools: Any) -> None:
+    with tools.serving("llama.cpp") as server:
+        engine = tools.engine(server, SamplingConfig(top_p=0.9), Cuts(support_tokens=13))
+        server.faults.add("two kinds")
+        with pytest.raises(UnfitServer, match=r"token \d: sampled token \d+ has log-prob -\S+, and -\S+ among"):
+            engine.generate(tools.prompts())
+
+
 def test_greedy_takes_the_most_likely_token_and_records_a_point_mass(tools: Any, dialect: str) -> None:
     with tools.serving(dialect) as server:
         out = tools.engine(server, SamplingConfig(greedy=True)).generate(tools.prompts(rows=4, samples=2))

@@ -20,6 +20,7 @@ AT_OPENING = [
     ("llama.cpp", "other vocabulary", r"vocabulary of 14, this run's has 13"),
     ("vllm", "no top", r"no top log-probs.*--max-logprobs"),
     ("vllm", "own temperature", r"neither raw \(1\) nor processed \(0\.5\)"),
+    *((dialect, "two kinds", r"sampled token \d+ has log-prob -\S+, and -\S+ among") for dialect in ALL[1:]),
     ("vllm", "no log-probs", r"no log-probs although"),
     ("sglang", "no log-probs", r"no log-probs although.*return_logprob"),
     ("llama.cpp", "no log-probs", r"no probabilities after sampling.*post_sampling_probs"),

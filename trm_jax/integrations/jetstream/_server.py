@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import socket
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from flax import nnx
 from trm_jax.integrations.jetstream._driver import RolloutDriver
 from trm_jax.integrations.jetstream._engine import RolloutEngine
 from trm_jax.integrations.jetstream._metrics import make_registry
+from trm_jax.integrations.jetstream._provenance import Provenance
 from trm_jax.integrations.jetstream._service import BearerToken, RolloutService
 from trm_jax.models import Transformer
 from trm_jax.rollout import SamplingConfig, SlotEngine, TextCodec
@@ -96,6 +98,7 @@ class RolloutServer:
         self._template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._weights = None if weights is None else WeightDirectory(weights)
         self._first = self.engine.load(version, params)
+        self._provenance = Provenance("" if version < 0 else secrets.token_hex(32))
         self._sampling, self._tokenizer = sampling, tokenizer
         self._port = 0
         self._stopping = threading.Event()
@@ -132,6 +135,7 @@ class RolloutServer:
         self._stopping.set()
         self._watchdog.join()
         self.driver.stop()  # first: it ends every request, so that nothing is left for gRPC to wait for
+        self._service.close()
         asyncio.run_coroutine_threadsafe(self._server.stop(grace=1.0), self._loop).result()
         self._end_loop()
         if self._metrics is not None:
@@ -145,21 +149,27 @@ class RolloutServer:
         self._stopping.wait(seconds)
         return not self.failure
 
-    def load(self, version: int, finish_first: bool) -> None:
-        """Takes a version from the weight directory; the old weights stay when it is refused.
+    def load(self, version: int, finish_first: bool, identity: str = "") -> None:
+        """Takes a version from the weight directory; the old weights stay when it is refused. One call at a time.
+
+        Args:
+          version: its number.
+          finish_first: whether sequences in flight end before.
+          identity: that it must have; empty takes any.
 
         Raises:
           ValueError: this server has no weight directory.
-          WeightsRefused: the version is absent, half written, damaged, or of another model.
+          WeightsRefused: the version is absent, half written, damaged, of another model, or of another identity.
         """
         if self._weights is None:
             raise ValueError("this server was started without a weight directory and keeps its weights.")
-        params = self._weights.read(version, self._template)
-        policy = self.engine.load(version, params)
-        self.driver.update(policy, finish_first=finish_first, timeout=self._options.load_timeout)
+        identity = identity or self._weights.identity(version)
+        policy = self.engine.load(version, self._weights.read(version, self._template, identity=identity))
+        with self._provenance.changing(identity):
+            self.driver.update(policy, finish_first=finish_first, timeout=self._options.load_timeout)
 
     def _start(self, registry: Any) -> None:
-        service = RolloutService(
+        service = self._service = RolloutService(
             self.driver,
             self.engine,
             tokenizer=self._tokenizer,
@@ -167,6 +177,7 @@ class RolloutServer:
             limits=Limits.of(self.engine, samples=self._options.max_samples, stop=self._tokenizer is not None),
             stream_every=self._options.stream_every,
             load=self.load,
+            provenance=self._provenance,
             registry=registry,
         )
         self._loop = asyncio.new_event_loop()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -14,6 +16,7 @@ import prometheus_client
 
 from trm_jax.integrations.jetstream._driver import RolloutDriver
 from trm_jax.integrations.jetstream._metrics import metrics_text
+from trm_jax.integrations.jetstream._provenance import Provenance
 from trm_jax.integrations.jetstream._state import QueueFull, Unavailable
 from trm_jax.integrations.jetstream._work import Failure, Work
 from trm_jax.rollout import SamplingConfig, SlotEngine, TextCodec
@@ -35,7 +38,9 @@ class RolloutService:
       sampling: what a request samples that does not say.
       limits: of one request.
       stream_every: tokens a message to stock clients, which cannot ask.
-      load: takes a policy version and whether sequences finish first; returns when it is in use.
+      load: takes a policy version, whether sequences finish first, and the identity of the version or ""; returns when
+        it is in use. Called by one thread.
+      provenance: identities of the weights in use.
       registry: of metrics.
     """
 
@@ -48,24 +53,29 @@ class RolloutService:
         sampling: SamplingConfig,
         limits: Limits,
         stream_every: int,
-        load: Callable[[int, bool], None],
+        load: Callable[[int, bool, str], None],
+        provenance: Provenance,
         registry: prometheus_client.CollectorRegistry,
     ) -> None:
         self._driver, self._engine, self._tokenizer = driver, engine, tokenizer
         self._sampling, self._limits, self._stream_every = sampling, limits, stream_every
-        self._load, self._registry = load, registry
+        self._load, self._provenance, self._registry = load, provenance, registry
+        self._loader = ThreadPoolExecutor(1, "rollouts-load")  # one: each load holds a second copy of the weights
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
         """Both services, for ``grpc.aio.Server.add_generic_rpc_handlers``."""
 
         def unary(method: Callable[..., Awaitable[Any]], request: Any) -> grpc.RpcMethodHandler:
-            return grpc.unary_unary_rpc_method_handler(
-                method, request.FromString, lambda reply: reply.SerializeToString()
-            )
+            async def handle(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+                try:
+                    message = wire.parsed(request, data)
+                except ValueError as error:
+                    await context.abort(_Code.INVALID_ARGUMENT, _short(str(error)))
+                return await method(message, context)
 
-        decode = grpc.unary_stream_rpc_method_handler(
-            self.decode, wire.DecodeRequest.FromString, lambda reply: reply.SerializeToString()
-        )
+            return grpc.unary_unary_rpc_method_handler(handle, None, lambda reply: reply.SerializeToString())
+
+        decode = grpc.unary_stream_rpc_method_handler(self.decode, None, lambda reply: reply.SerializeToString())
         return [
             grpc.method_handlers_generic_handler(
                 wire.ORCHESTRATOR, {"Decode": decode, "HealthCheck": unary(self.health_check, wire.Empty)}
@@ -81,17 +91,24 @@ class RolloutService:
             ),
         ]
 
-    async def decode(self, message: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def decode(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """Samples a prompt; with ``sampling`` in the request every piece has its record, without, it is JetStream's."""
-        stock = not message.HasField("sampling")
         try:
-            request = self._request(message, stock)
+            message = wire.parsed(wire.DecodeRequest, data)
+            stock = not message.HasField("sampling")
+            request = await self._request(message, stock)
             self._limits.check(request)
         except ValueError as error:
-            await context.abort(_Code.INVALID_ARGUMENT, str(error))
+            await context.abort(_Code.INVALID_ARGUMENT, _short(str(error)))
+        mark = self._provenance.mark()
         if request.version is not None and request.version != self._driver.version:
             await context.abort(
                 _Code.ABORTED, f"policy version {request.version} was asked for; the server has {self._driver.version}."
+            )
+        used = self._provenance.at(mark)
+        if request.weights not in (None, used):
+            await context.abort(
+                _Code.ABORTED, f"weights {request.weights} were asked for; the server has {used or 'its own'}."
             )
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Completion | Failure]()
 
@@ -103,9 +120,9 @@ class RolloutService:
         try:
             self._driver.place(work)
         except QueueFull as error:
-            await context.abort(_Code.RESOURCE_EXHAUSTED, str(error))
+            await context.abort(_Code.RESOURCE_EXHAUSTED, _short(str(error)))
         except Unavailable as error:
-            await context.abort(_Code.UNAVAILABLE, str(error))
+            await context.abort(_Code.UNAVAILABLE, _short(str(error)))
         text = _TextStream(self._tokenizer) if stock and message.HasField("text_content") else None
         left = len(request.seeds)
         try:
@@ -113,7 +130,7 @@ class RolloutService:
             while left:
                 piece = await pieces.get()
                 if isinstance(piece, Failure):
-                    await context.abort(_CODES[piece.kind], piece.message)
+                    await context.abort(_CODES[piece.kind], _short(piece.message))
                 assert isinstance(piece, Completion)
                 left -= piece.finish != ""
                 reply = wire.DecodeResponse()
@@ -124,14 +141,14 @@ class RolloutService:
                     if text is not None:
                         sample.text = text.more(ids, last=left == 0)
                 else:
-                    wire.put_completion(piece, sample)
+                    wire.put_completion(dataclasses.replace(piece, weights=self._provenance.since(mark)), sample)
                 yield reply
             if stock:  # as the stock server ends
                 yield wire.DecodeResponse(stream_content={"samples": [{}]})
         finally:
             self._driver.cancel(work)
 
-    def _request(self, message: Any, stock: bool) -> SampleRequest:
+    async def _request(self, message: Any, stock: bool) -> SampleRequest:
         """The request in our terms.
 
         Raises:
@@ -143,7 +160,8 @@ class RolloutService:
         if content == "text_content":
             if self._tokenizer is None:
                 raise ValueError("this server has no tokenizer: send token_content.")
-            prompt = list(self._tokenizer.encode(message.text_content.text))
+            # In a thread: it may be megabytes, and others are answered meanwhile.
+            prompt = list(await asyncio.to_thread(self._tokenizer.encode, message.text_content.text))
         else:
             prompt = list(message.token_content.token_ids)
         if not stock:
@@ -167,6 +185,7 @@ class RolloutService:
             live=health.live,
             reason=health.reason,
             version=self._driver.version,
+            weights=self._provenance.at(self._provenance.mark()),
             queue_depth=health.queue_depth,
             queue_limit=self._driver.queue_limit,
             slots=self._engine.config.slots,
@@ -187,16 +206,26 @@ class RolloutService:
     async def load(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
         """Takes a version from the weight directory."""
         try:
-            await asyncio.to_thread(self._load, message.version, message.finish_first)
+            asked = (message.version, message.finish_first, message.weights)
+            await asyncio.get_running_loop().run_in_executor(self._loader, self._load, *asked)
         except (WeightsRefused, ValueError) as error:
-            await context.abort(_Code.FAILED_PRECONDITION, str(error))
+            await context.abort(_Code.FAILED_PRECONDITION, _short(str(error)))
         except Unavailable as error:
-            await context.abort(_Code.UNAVAILABLE, str(error))
+            await context.abort(_Code.UNAVAILABLE, _short(str(error)))
         return await self.status(message, context)
 
     async def metrics(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
         """Prometheus' text format."""
         return wire.MetricsReply(text=metrics_text(self._registry))
+
+    def close(self) -> None:
+        """Waits for a load under way; those behind it are dropped."""
+        self._loader.shutdown(cancel_futures=True)
+
+
+def _short(text: str) -> str:
+    """An error's words within what gRPC lets a trailer hold: some quote the whole request, or a compiler at length."""
+    return text if len(text) <= 1000 else f"{text[:700]} ... {text[-200:]}"
 
 
 class _TextStream:

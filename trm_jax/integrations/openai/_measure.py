@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from trm_jax.integrations.openai._options import LogpMode
-from trm_jax.integrations.openai._samples import Sample, SampleRequest, UnfitServer
+from trm_jax.integrations.openai._samples import Sample, SampleRequest, UnfitServer, two_logps
 
 __all__ = ["TOP", "measure_mode"]
 
@@ -93,7 +93,11 @@ def _top(ask: Callable[[SampleRequest], Sample], prompt: list[int], temperature:
             top=TOP,
         )
     )
-    return sample.top[0] if sample.top else {}
+    if not sample.top:
+        return {}
+    if fault := two_logps(sample.tokens[0], sample.logps[0], sample.top[0]):
+        raise UnfitServer(f"{fault}: the server, or something between, has two kinds of log-probs.")
+    return sample.top[0]
 
 
 def _mass(top: dict[int, float]) -> float:

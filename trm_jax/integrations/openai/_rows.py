@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from trm_jax.integrations.openai._samples import SENTINEL, Sample
+from trm_jax.integrations.openai._samples import SENTINEL, Sample, two_logps
 from trm_jax.rollout import EngineConfig, Requests
 from trm_jax.types import PromptBatch, RolloutBatch
 
@@ -61,6 +61,8 @@ def support_fault(sample: Sample, asked: int) -> str:
         kept = {i: logp for i, logp in top.items() if logp > SENTINEL}
         if token not in kept:
             return f"token {at} (id {token}) is not among those that its support holds"
+        if fault := two_logps(token, sample.logps[at], kept):
+            return f"token {at}: {fault}"
         mass = sum(np.exp(list(kept.values())))
         if len(kept) == len(top) >= asked and abs(mass - 1) > 1e-4:
             return f"the {asked} tokens of support_tokens hold {mass:.4f} of the mass at token {at}: ask for more"

@@ -6,7 +6,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = ["SENTINEL", "Sample", "SampleRequest", "UnfitServer", "check_prompt", "check_response", "row_fault"]
+__all__ = [
+    "SENTINEL",
+    "Sample",
+    "SampleRequest",
+    "UnfitServer",
+    "check_prompt",
+    "check_response",
+    "row_fault",
+    "two_logps",
+]
 
 SENTINEL = -9999.0
 """vLLM's stand-in for minus infinity, which JSON does not have."""
@@ -105,6 +114,22 @@ def check_response(sample: Sample, request: SampleRequest, *, vocab_size: int, h
             f"the response was cut after {len(sample.tokens)} of {request.max_tokens} tokens: the server's context is "
             f"shorter than prompt and response. {hint}"
         )
+
+
+def two_logps(token: int, logp: float, top: dict[int, float]) -> str:
+    """What is wrong when a sampled token has another log-prob among the most likely ones; "" when nothing is.
+
+    What the log-probs are of is measured by the most likely ones, and must hold for the sampled ones.
+
+    >>> two_logps(7, -0.5, {7: -0.5, 8: -2.0}), two_logps(7, -0.5, {7: -0.9})
+    ('', 'sampled token 7 has log-prob -0.5, and -0.9 among the most likely ones')
+    """
+    told = top.get(token, logp)
+    return (
+        f"sampled token {token} has log-prob {logp:g}, and {told:g} among the most likely ones"
+        if abs(told - logp) > _ROUNDING
+        else ""
+    )
 
 
 def row_fault(sample: Sample, request: SampleRequest) -> str:
