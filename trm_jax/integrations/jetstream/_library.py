@@ -57,7 +57,7 @@ def jetstream() -> JetStream:
       ImportError: it, or what it needs, is not installed.
     """
     if importlib.util.find_spec("jetstream") is None:
-        raise ImportError("serving needs google-jetstream 0.2.2: pip install 'trm-jax[jetstream]'.")
+        raise ImportError("JetStream's driver needs google-jetstream 0.2.2: pip install 'trm-jax[jetstream]'.")
     with _logging_kept(), _stand_ins(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine_api = importlib.import_module("jetstream.engine.engine_api")
