@@ -307,6 +307,22 @@ def test_log_probs_that_are_not_numbers_are_an_error_and_good_weights_mend_it(to
     same_rollout(engine.generate(prompts()), expected)
 
 
+def test_an_idle_driver_takes_weights_without_waiting_to_look(tools, engine, monkeypatch):
+    engine.generate(prompts(2))
+    backlog = engine._driver._generate_backlogs[0]
+    get, asked = backlog.get, threading.Event()
+
+    def patient(block=True, timeout=None):
+        asked.set()
+        return get(block=block)  # for ever, if nobody says that there is something to do
+
+    monkeypatch.setattr(backlog, "get", patient)
+    assert asked.wait(60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(engine.update_weights, 2, tools.params(1)).result(timeout=60)
+    assert engine._driver.version == 2
+
+
 def test_given_weights_may_be_donated_afterwards(tools, engine):
     expected = engine.generate(prompts())
     mine = jax.tree.map(jnp.copy, tools.params())
