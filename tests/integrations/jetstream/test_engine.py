@@ -332,27 +332,56 @@ def test_given_weights_may_be_donated_afterwards(tools, engine):
     same_rollout(engine.generate(prompts()), expected)
 
 
-def test_after_a_call_nothing_is_started_any_more(tools, engine, monkeypatch):
+def test_a_call_ends_when_nothing_can_be_started_any_more(engine, monkeypatch):
     """Over several devices, what the caller starts next must not meet a decode call that comes late."""
     engine.generate(prompts(2))
-    generate, calls = SlotEngine.generate, []
+    generate, rollout, calls, at_end = SlotEngine.generate, Recorder.rollout, [], []
 
-    def noted(*args, **kwargs):
-        time.sleep(0.002)
-        calls.append(threading.current_thread().name)
+    def slowly(*args, **kwargs):
+        time.sleep(0.02)  # begun when the last sample ends: the driver is a call ahead
+        calls.append(None)
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(SlotEngine, "generate", noted)
-    for _ in range(10):
+    def noted(*args, **kwargs):
+        at_end.append(len(calls))
+        return rollout(*args, **kwargs)
+
+    monkeypatch.setattr(SlotEngine, "generate", slowly)
+    monkeypatch.setattr(Recorder, "rollout", noted)
+    for _ in range(3):
         engine.generate(prompts(4))
-        before = len(calls)
-        time.sleep(0.02)
-        assert len(calls) == before
+        time.sleep(0.05)
+        assert len(calls) == at_end[-1]
         assert engine._driver._pace.unread == 0
 
 
+def test_programs_are_started_by_one_thread_at_a_time(engine, monkeypatch):
+    """Two that several devices get in different orders would wait for each other for ever."""
+    inside, together, threads = threading.Lock(), [], set()
+
+    def watched(operation):
+        def call(*args, **kwargs):
+            threads.add(threading.current_thread().name)
+            if not inside.acquire(blocking=False):
+                together.append(operation.__qualname__)
+                return operation(*args, **kwargs)
+            try:
+                time.sleep(0.003)
+                return operation(*args, **kwargs)
+            finally:
+                inside.release()
+
+        return call
+
+    for owner, name in ((SlotEngine, "prefill"), (SlotEngine, "insert"), (SlotEngine, "generate"), (Recorder, "add")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    engine.generate(prompts(24))
+    assert {name.partition("-")[0] for name in threads} == {"prefill", "generate", "detokenize"}
+    assert not together
+
+
 @pytest.mark.slow
-def test_sharded_weights_sample_the_tokens_of_one_device():
+def test_sharded_weights_sample_the_tokens_of_one_device(monkeypatch):
     shape = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_ff": 32, "n_experts": 4}
     model = Transformer(TransformerConfig(vocab_size=16, **shape), rngs=nnx.Rngs(0))
     sizes = EngineConfig(slots=4, prefill_rows=2, decode_chunk=3, max_prompt_length=5, max_response_length=6)
@@ -361,6 +390,17 @@ def test_sharded_weights_sample_the_tokens_of_one_device():
     loop = InProcessEngine(model, sizes, **kind)
     loop.update_weights(1, params)
     expected = loop.generate(prompts())
+    seen = []
+
+    def noting(operation):
+        def call(*args, **kwargs):
+            seen.append(jax.sharding.get_mesh())
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in ("prefill", "generate"):
+        monkeypatch.setattr(SlotEngine, name, noting(getattr(SlotEngine, name)))
     with jax.set_mesh(mesh), JetStreamEngine(model, sizes, **kind) as ours:
         ours.update_weights(1, jax.device_put(params, param_shardings(params, mesh)))
         for _ in range(5):
@@ -369,3 +409,4 @@ def test_sharded_weights_sample_the_tokens_of_one_device():
             np.testing.assert_array_equal(found.routed_experts, expected.routed_experts)
             # Sums over another number of devices, of some hundred float32 terms of order 1.
             np.testing.assert_allclose(found.rollout_logps, expected.rollout_logps, atol=3e-5)
+    assert set(seen) == {mesh}  # what the threads compile sees it, as a mixture's sorting must
