@@ -61,13 +61,13 @@ TABLE: dict[str, Room] = {
     "evaluation": _room("types", "models", "rollout", "data", "report", third=ARRAYS | {"flax", "rich"}),
     "train": _room(
         *(*LEAVES, "divergences", "bounds", "ops", "correction", "losses", "models", "rollout", "rescore"),
-        *("checkpoint", "data", "report", "evaluation", "serve"),
+        *("checkpoint", "data", "report", "evaluation", "serve", "integrations.jetstream"),
         third=ARRAYS | {"cattrs", "flax", "optax", "orbax", "rich", "tyro"},
     ),
     "serve": _room(*LEAVES, "checkpoint", "models", "rollout", third=ARRAYS | {"flax", "google", "grpc"}),
     "integrations": _room(third=frozenset()),
     "integrations.jetstream": _room(
-        *("models", "rollout", "serve"),
+        *("models", "rollout", "serve", "types"),
         third=ARRAYS | {"flax", "grpc", "jetstream", "prometheus_client"},
     ),
     "integrations.openai": _room("models", "rescore", "rollout", "types", third=ARRAYS | {"flax"}),

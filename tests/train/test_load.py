@@ -216,6 +216,7 @@ def test_a_malformed_override_shows_how_it_is_written(text):
         ("rollout.address=host:0", ["rollout", "address='host:0'", "host:port"]),
         ("rollout.address=host:70000", ["rollout", "address='host:70000'"]),
         ("rollout.address=host:80", ["rollout", "weights=''", "--weights"]),
+        ("rollout.engine=jetstrem", ["rollout.engine", "'jetstrem'", "jetstream"]),
         ("rollout.weights=w", ["rollout", "weights", "no address is given"]),
         ("optimizer.learning_rate=0.0", ["optimizer", "learning_rate=0.0"]),
         ("optimizer.learning_rate=inf", ["optimizer", "learning_rate=inf", "finite"]),
@@ -303,6 +304,13 @@ CONTRADICTIONS = [
         "rollout.max_staleness=1 rollout.schedule=newest rollout.address=h:1 rollout.weights=w",
         ["record_hidden=false", "several versions"],
     ),
+    (
+        "rollout.max_staleness=1 rollout.schedule=newest rollout.engine=jetstream",
+        ["record_hidden=false", "several versions"],
+    ),
+    ("rollout.engine=jetstream rollout.finish_first=true", ["finish_first", "newest"]),
+    ("rollout.engine=jetstream rollout.address=h:1 rollout.weights=w", ["engine='jetstream'", "address='h:1'"]),
+    ("rollout.engine=loop rollout.address=h:1 rollout.weights=w", ["engine='loop'", "address='h:1'"]),
 ]
 
 

@@ -1,11 +1,12 @@
-"""Tokens a second of one model sampled by a plain jitted loop, by the engine in process, and by the server.
+"""Tokens a second of one model sampled by a plain jitted loop, by both engines in process, and by the server.
 
     python tools/bench/serving.py --out serving.json
 
 All in one run, taking turns, on the same prompts: ``--requests`` prompts of ``--prompt`` tokens, each answered with
 exactly ``--response`` tokens (there is no end token), ``--slots`` at a time. "plain" is prefill and one ``while_loop``
-that samples and keeps tokens and log-probs, nothing else. "in process" is ``InProcessEngine.generate``. "served" is the
-server in a process of its own and a client in this one with ``--concurrency`` calls in flight, whole completions.
+that samples and keeps tokens and log-probs, nothing else. "in_process" is ``InProcessEngine.generate``, "driver" is
+``JetStreamEngine.generate``, JetStream's driver in this process. "served" is the server in a process of its own and a
+client in this one with ``--concurrency`` calls in flight, whole completions.
 Compilation is not counted. CPU seconds of both processes stand beside wall seconds: where client and server share the
 cores with the model, the client's work is in the wall's.
 """
@@ -29,8 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trm_jax.integrations.jetstream import JetStreamEngine, RolloutServer, ServerOptions
 from trm_jax.models import ComputeConfig, Transformer, TransformerConfig, head_log_probs, init_cache
-from trm_jax.rollout import EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig, SlotEngine
+from trm_jax.rollout import Engine, EngineConfig, InProcessEngine, RolloutNumerics, SamplingConfig, SlotEngine
 from trm_jax.serve import Access, Connection, RolloutClient, SampleRequest
 from trm_jax.types import PromptBatch
 
@@ -94,7 +96,7 @@ def plain(run: Callable[..., Any], prompts: np.ndarray, slots: int) -> np.ndarra
     return np.concatenate([run(prompts[i : i + slots], seeds[i : i + slots])[0] for i in range(0, len(prompts), slots)])
 
 
-def in_process(engine: InProcessEngine, prompts: np.ndarray) -> np.ndarray:
+def in_process(engine: Engine, prompts: np.ndarray) -> np.ndarray:
     """All requests through the engine; the tokens."""
     count = len(prompts)
     batch = PromptBatch(
@@ -110,8 +112,6 @@ def in_process(engine: InProcessEngine, prompts: np.ndarray) -> np.ndarray:
 
 def serve(args: argparse.Namespace) -> None:
     """The server process: prints its address, then its CPU seconds for every line on standard input."""
-    from trm_jax.integrations.jetstream import RolloutServer, ServerOptions
-
     model, config = build(args)
     engine = SlotEngine(model, config, numerics=RolloutNumerics(), eos_ids=(), record_hidden=False)
     with RolloutServer(engine, model, sampling=SamplingConfig(), access=Access(), options=ServerOptions()) as server:
@@ -144,10 +144,11 @@ def main() -> int:
     prompts = np.random.default_rng(0).integers(0, args.vocab, (args.requests, args.prompt)).astype(np.int32)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     run = make_plain(model, config)
-    engine = InProcessEngine(
-        model, config, numerics=RolloutNumerics(), sampling=SamplingConfig(), eos_ids=(), record_hidden=False
-    )
-    engine.update_weights(0, nnx.state(model, nnx.Param))
+    kind: dict[str, Any] = {"numerics": RolloutNumerics(), "sampling": SamplingConfig(), "eos_ids": ()}
+    engine = InProcessEngine(model, config, record_hidden=False, **kind)
+    driver = JetStreamEngine(model, config, record_hidden=False, **kind)
+    for each in (engine, driver):
+        each.update_weights(0, nnx.state(model, nnx.Param))
     requests = [
         SampleRequest(prompt=row.tolist(), seeds=[seed], max_tokens=args.response) for seed, row in enumerate(prompts)
     ]
@@ -170,19 +171,24 @@ def main() -> int:
             client.generate(requests[:1])  # compiles what serves few, then all, as do the next two
             answers = client.generate(requests)
             tokens = plain(run, prompts, args.slots)
-            ours = in_process(engine, prompts)
-            theirs = np.stack([done.tokens for (done,) in answers])
+            found = {
+                "in_process": in_process(engine, prompts),
+                "driver": in_process(driver, prompts),
+                "served": np.stack([done.tokens for (done,) in answers]),
+            }
             total = tokens.size
-            same = {"in_process": float(np.mean(ours == tokens)), "served": float(np.mean(theirs == tokens))}
-            times: dict[str, list[tuple[float, float]]] = {"plain": [], "in_process": [], "served": []}
+            same = {name: float(np.mean(theirs == tokens)) for name, theirs in found.items()}
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in ("plain", *found)}
             for _ in range(args.repeats):
                 times["plain"].append(measure(lambda: plain(run, prompts, args.slots)))
                 times["in_process"].append(measure(lambda: in_process(engine, prompts)))
+                times["driver"].append(measure(lambda: in_process(driver, prompts)))
                 before = server_cpu()
                 wall, cpu = measure(lambda: client.generate(requests))
                 times["served"].append((wall, cpu + server_cpu() - before))
                 report(args, times, {"parameters": parameters, "tokens_a_run": total, "tokens_as_plain": same})
     finally:
+        driver.close()
         child.kill()
         child.wait()
     return 0

@@ -10,18 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from trm_jax.models import Transformer
 from trm_jax.rollout._config import EngineConfig, RolloutNumerics, SamplingConfig
-from trm_jax.rollout._record import Record, empty_record, store, store_prompts, to_rollout
+from trm_jax.rollout._record import Recorder
 from trm_jax.rollout._requests import Admission, Requests
 from trm_jax.rollout._slot_engine import SlotEngine, chunk_steps
 from trm_jax.rollout._slots import Chunk, Columns, DecodeState, PolicyWeights, idle_state
-from trm_jax.rollout._stop import StopStrings, TextCodec
+from trm_jax.rollout._stop import StopStrings, TextCodec, check_codec
 from trm_jax.types import PromptBatch, RolloutBatch
 
 __all__ = ["InProcessEngine"]
@@ -75,8 +74,6 @@ class InProcessEngine:
         self._record_support = record_support
         self._policy: PolicyWeights | None = None
         self._version = -1
-        self._store = jax.jit(store, donate_argnums=0)
-        self._store_prompts = jax.jit(store_prompts, donate_argnums=0)
 
     @property
     def version(self) -> int:
@@ -116,8 +113,7 @@ class InProcessEngine:
         """
         policy, slots = self._loaded(), self._slots
         sampling = self._sampling if sampling is None else sampling
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError(f"stop={list(sampling.stop)} needs the tokenizer that decodes responses: pass tokenizer.")
+        check_codec(sampling.stop, self._tokenizer)
         requests = Requests.of(prompts, limit=self._config.max_prompt_length, vocab_size=slots.shape.vocab_size)
         run = _Run(self, policy, requests, sampling)
         while run.busy or run.waiting:
@@ -125,7 +121,7 @@ class InProcessEngine:
             run.decode()
             if on_progress is not None:
                 on_progress(run.ended, int(np.sum(run.lengths)))
-        return to_rollout(run.record, requests, prompts.group_ids, sampling, lengths=run.lengths, finished=run.finished)
+        return run.record.rollout(prompts.group_ids, lengths=run.lengths, finished=run.finished)
 
     def _loaded(self) -> PolicyWeights:
         if self._policy is None:
@@ -146,20 +142,11 @@ class _Run:
         self.waiting = deque(range(total))
         self.busy: dict[int, int] = {}  # slot → request
         self._free = list(range(count))[::-1]
-        self._request, self._last = np.full(count, total, np.int32), np.zeros(count, np.int32)
         self._steps = np.zeros(count, np.int64)  # decode steps asked for, of the sample in each slot
         self._watch: dict[int, StopStrings] = {}
         self._unread: deque[tuple[Chunk, dict[int, int]]] = deque()
         self._state: DecodeState = idle_state(self._slots.shape, self._slots.config, self._slots.compute)
-        self.record: Record = empty_record(
-            self._slots.shape,
-            self._slots.config,
-            self._slots.recording,
-            sampling,
-            rows=total,
-            dtype=self._slots.compute.jnp_dtype,
-            support=engine._record_support,
-        )
+        self.record = Recorder(self._slots, requests, sampling, support=engine._record_support)
 
     def start(self) -> None:
         """Gives free slots to waiting requests."""
@@ -175,17 +162,12 @@ class _Run:
         starts = [(slot, row, int(requests.seeds[r]), limit, self._sampling) for slot, r, row in placed]
         self._state = self._slots.insert(prefix, self._state, starts)
         for slot, request, _ in placed:
-            self.busy[slot] = self._request[slot] = request
-            self._last[slot], self._steps[slot] = requests.lengths[request] - 1, 0
+            self.busy[slot], self._steps[slot] = request, 0
             if self._sampling.stop:
                 assert self._engine._tokenizer is not None
                 self._watch[request] = StopStrings(self._engine._tokenizer, self._sampling.stop)
         if prefix.routes is not None:
-            table = np.zeros((3, self._slots.config.slots), np.int32)  # of one size, whatever starts
-            table[0] = len(requests)
-            starting: Any = np.array(admission.requests)
-            table[:, : len(placed)] = starting, admission.prompts, requests.lengths[starting] - 1
-            self.record = self._engine._store_prompts(self.record, prefix.routes, *table)
+            self.record.add_prompts(prefix.routes, [(request, row) for _, request, row in placed])
 
     def decode(self) -> None:
         """Asks for a chunk, and reads the oldest one that is due: at once when somebody waits for a slot.
@@ -197,7 +179,7 @@ class _Run:
         self._state, chunk = self._slots.generate(self._policy, self._state, steps)
         self._steps += steps
         chunk.data.copy_to_host_async()
-        self.record = self._engine._store(self.record, chunk, self._request.copy(), self._last.copy())
+        self.record.add(chunk, self.busy)
         self._unread.append((chunk, dict(self.busy)))
         while len(self._unread) > (0 if self.waiting else 1):
             self._read()
@@ -221,5 +203,4 @@ class _Run:
             self.ended += 1
             del self.busy[slot]
             self._watch.pop(request, None)
-            self._request[slot] = len(self._requests)
             self._free.append(slot)

@@ -1,23 +1,23 @@
-"""What an in-process engine has sampled so far, kept on the device."""
+"""What an engine in this process has sampled so far, kept on the device."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from trm_jax.models import TransformerConfig
-from trm_jax.rollout._config import EngineConfig, SamplingConfig
+from trm_jax.rollout._config import SamplingConfig
 from trm_jax.rollout._requests import Requests
-from trm_jax.rollout._slots import Chunk, Columns, Recording
+from trm_jax.rollout._slot_engine import SlotEngine
+from trm_jax.rollout._slots import Chunk, Columns
 from trm_jax.types import RolloutBatch
 
-__all__ = ["Record", "empty_record", "store", "store_prompts", "to_rollout"]
+__all__ = ["Record", "Recorder"]
 
 
 @jax.tree_util.register_dataclass
@@ -35,34 +35,76 @@ class Record:
     routes: Array | None
 
 
-def empty_record(
-    shape: TransformerConfig,
-    config: EngineConfig,
-    recording: Recording,
-    sampling: SamplingConfig,
-    *,
-    rows: int,
-    dtype: Any,
-    support: bool,
-) -> Record:
-    """Nothing sampled yet for ``rows`` requests; hidden states are of ``dtype``, and supports kept where asked for."""
-    size = (rows, config.max_response_length)
-    top = (*size, recording.top_logps)
+class Recorder:
+    """Gathers one batch's samples out of the chunks that hold them; nothing but indices comes from the host.
+
+    Args:
+      slots: the engine that decodes.
+      requests: one a row of the batch.
+      sampling: what they sample.
+      support: keep the tokens that could be drawn, where the distribution is cut.
+    """
+
+    def __init__(self, slots: SlotEngine, requests: Requests, sampling: SamplingConfig, *, support: bool) -> None:
+        self._requests, self._sampling, self._slots = requests, sampling, slots.config.slots
+        self._record = _empty(slots, sampling, rows=len(requests), support=support)
+
+    def add_prompts(self, routes: Array, started: Iterable[tuple[int, int]]) -> None:
+        """Keeps the experts that ran on prompts.
+
+        Args:
+          routes: ``[R, W, M, k]`` of a prefill.
+          started: request and row of the prefill, of at most as many samples as there are slots.
+        """
+        table = np.zeros((3, self._slots), np.int32)  # of one size, whatever starts
+        table[0] = len(self._requests)
+        for i, (request, row) in enumerate(started):
+            table[:, i] = request, row, self._requests.lengths[request] - 1
+        self._record = _store_prompts(self._record, routes, *table)
+
+    def add(self, chunk: Chunk, running: Mapping[int, int]) -> None:
+        """Keeps what a chunk holds for ``running``: the request that each slot samples for; others do not count."""
+        request, last = np.full(self._slots, len(self._requests), np.int32), np.zeros(self._slots, np.int32)
+        for slot, row in running.items():
+            request[slot], last[slot] = row, self._requests.lengths[row] - 1
+        self._record = _store(self._record, chunk, request, last)
+
+    def rollout(
+        self,
+        group_ids: Sequence[int] | Array,
+        *,
+        lengths: Int[np.ndarray, " B"],
+        finished: Bool[np.ndarray, " B"],
+    ) -> RolloutBatch:
+        """The pipeline's batch.
+
+        Args:
+          group_ids: ``[B]``.
+          lengths: tokens of every response; what was sampled behind them is left out.
+          finished: whether an end token or string ended it.
+        """
+        return _to_rollout(self._record, self._requests, group_ids, self._sampling, lengths=lengths, finished=finished)
+
+
+def _empty(slots: SlotEngine, sampling: SamplingConfig, *, rows: int, support: bool) -> Record:
+    """Nothing sampled yet for ``rows`` requests."""
+    shape, recording = slots.shape, slots.recording
+    size = (rows, slots.config.max_response_length)
+    top, experts = (*size, recording.top_logps), (shape.moe_layers, shape.experts_per_token)
     return Record(
         tokens=jnp.zeros(size, jnp.int32),
         logps=jnp.zeros(size, jnp.float32),
         versions=jnp.full(size, -1, jnp.int32),
         support=jnp.zeros((*size, -(-shape.vocab_size // 8)), jnp.uint8) if sampling.cuts and support else None,
-        hidden=jnp.zeros((*size, shape.d_model), dtype) if recording.hidden else None,
+        hidden=jnp.zeros((*size, shape.d_model), slots.compute.jnp_dtype) if recording.hidden else None,
         top_tokens=jnp.zeros(top, jnp.int32) if recording.top_logps else None,
         top_logps=jnp.zeros(top, jnp.float32) if recording.top_logps else None,
-        routes=jnp.full((rows, config.sequence_length, shape.moe_layers, shape.experts_per_token), -1, jnp.int16)
-        if recording.routes
-        else None,
+        routes=jnp.full((rows, slots.config.sequence_length, *experts), -1, jnp.int16) if recording.routes else None,
     )
 
 
-def store(record: Record, chunk: Chunk, request: Int[Array, " C"], last: Int[Array, " C"]) -> Record:
+@functools.partial(jax.jit, donate_argnums=0)
+def _store(record: Record, chunk: Chunk, request: Int[Array, " C"], last: Int[Array, " C"]) -> Record:
     """Puts a chunk's tokens in their rows; ``record`` is donated.
 
     Args:
@@ -95,7 +137,8 @@ def store(record: Record, chunk: Chunk, request: Int[Array, " C"], last: Int[Arr
     )
 
 
-def store_prompts(record: Record, routes: Array, request: Array, row: Array, last: Array) -> Record:
+@functools.partial(jax.jit, donate_argnums=0)
+def _store_prompts(record: Record, routes: Array, request: Array, row: Array, last: Array) -> Record:
     """Puts the prompts' routes in their rows, but the last token's: decoding runs that again. Donates ``record``."""
     if record.routes is None:
         return record
@@ -104,7 +147,7 @@ def store_prompts(record: Record, routes: Array, request: Array, row: Array, las
     return dataclasses.replace(record, routes=record.routes.at[target, at].set(routes[row], mode="drop"))
 
 
-def to_rollout(
+def _to_rollout(
     record: Record,
     requests: Requests,
     group_ids: Sequence[int] | Array,

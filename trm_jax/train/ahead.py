@@ -5,8 +5,8 @@ Batch ``t`` is what step ``t`` learns from, ``W_t`` the weights after ``t`` step
 * fixed: batch ``t`` comes from ``W_max(0, t-q)``, and begins as soon as these weights and the engine are there. It is
   then at most ``q`` steps old, exactly so from step ``q`` on, whatever takes how long: a run repeats to the bit. With
   one update a step, none of them skipped, it is to the bit the run in turn with ``lag = q``.
-* newest: batch ``t`` begins when batch ``t-q`` has been taken, by the newest weights there are; at an address, newer
-  ones reach the sequences that are being sampled.
+* newest: batch ``t`` begins when batch ``t-q`` has been taken, by the newest weights there are; at an address and with
+  engine="jetstream", newer ones reach the sequences that are being sampled.
 
 Neither has more than ``q`` batches beyond the one whose turn it is. A checkpoint holds no batch: it holds the weights
 ``W_{s-q} ... W_s`` (fixed) or ``W_s`` (newest) and the place of the prompt stream after what was taken; what waited is
@@ -124,7 +124,7 @@ class Ahead:
         self._thread = None
 
     def close(self) -> None:
-        """Ends the thread and the connection to a server."""
+        """Ends the thread, and lets go of the engine."""
         self.stop()
         self._sampler.close()
 

@@ -17,7 +17,7 @@ from trm_jax.checkpoint import CheckpointError
 from trm_jax.models import make_mesh
 from trm_jax.report import ConsoleProgress, PlannedRun, write_report
 from trm_jax.train.config import WARM_START, ArmConfig, RunConfig, TrainConfig
-from trm_jax.train.engines import SamplingError
+from trm_jax.train.engines import SamplingError, describe_engine
 from trm_jax.train.evidence import NonFiniteError
 from trm_jax.train.experiment import Experiment, check_experiment, open_experiment
 from trm_jax.train.export import export_policy, exported_policy
@@ -244,6 +244,7 @@ class _ArmRun:
         arm, train, progress, began = self.arm, self.train, self.progress, time.perf_counter()
         run.resume()
         progress.start_run(arm.name, train.seed, first_step=run.step)
+        progress.note(f"samples come from {describe_engine(train.rollout)}")
         stale = records.directory / "model"
         if stale.exists() and train.checkpoint.export == "none":
             progress.note(f"{stale} holds an earlier policy and stays as it is: checkpoint.export renews it")

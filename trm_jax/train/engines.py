@@ -1,11 +1,14 @@
-"""The engine that a run samples with: in this process, or a server's at an address."""
+"""The engine that a run samples with: a loop or JetStream's driver in this process, or a server's at an address."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
 
 from trm_jax.models import TransformerConfig
 from trm_jax.rollout import Engine, EngineConfig, InProcessEngine, Recording, RolloutNumerics, SamplingConfig
@@ -16,8 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SamplingError",
-    "check_address",
+    "check_engine",
     "close_engine",
+    "describe_engine",
+    "engine_of",
     "interrupt_engine",
     "make_engine",
     "open_engine",
@@ -26,7 +31,36 @@ __all__ = [
 
 
 class SamplingError(RuntimeError):
-    """The server at the run's address failed, or stayed away for longer than ``rollout.patience``."""
+    """JetStream's driver or the server at the address failed, or it was away longer than ``rollout.patience``."""
+
+
+def engine_of(config: RolloutConfig) -> Literal["loop", "jetstream", "address"]:
+    """What a run samples with on this machine; "auto" is decided here."""
+    if config.address:
+        return "address"
+    if config.engine != "auto":
+        return config.engine
+    return "jetstream" if jax.default_backend() == "tpu" and not _jetstream_lacks() else "loop"
+
+
+def describe_engine(config: RolloutConfig) -> str:
+    """The same in words, with the reason where "auto" could not have JetStream."""
+    if config.address:
+        return f"the server at {config.address}"
+    if engine_of(config) == "jetstream":
+        return "JetStream's driver in this process"
+    lacks = _jetstream_lacks() if config.engine == "auto" and jax.default_backend() == "tpu" else ""
+    return "a loop in this process" + (f", for JetStream's driver cannot be had: {lacks}" if lacks else "")
+
+
+@functools.cache
+def _jetstream_lacks() -> str:
+    """Why JetStream's driver cannot run here, or nothing."""
+    try:
+        from trm_jax.integrations import jetstream  # noqa: F401 - whether it can be
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def make_engine(
@@ -52,62 +86,65 @@ def make_engine(
 
 
 def open_engine(experiment: Experiment, config: RolloutConfig, *, record_routes: bool) -> Engine:
-    """The engine of a run: the server's when ``config.address`` names one. Close it with ``close_engine``.
+    """The engine of a run, ``engine_of(config)``. Close it with ``close_engine``.
 
     Raises:
+      ImportError: what it needs is not installed.
       ValueError: the server is made for something else, naming the difference.
       SamplingError: there is no server within ``config.patience``.
     """
-    sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
-    if not config.address:
-        return make_engine(
-            experiment,
-            config,
-            numerics=config.numerics,
-            sampling=sampling,
-            slots=config.slots,
-            record_hidden=config.record_hidden,
-            record_routes=record_routes,
-        )
+    kind: dict[str, Any] = {
+        "numerics": config.numerics,
+        "sampling": SamplingConfig(temperature=config.temperature, top_p=config.top_p),
+        "record_hidden": config.record_hidden,
+        "record_routes": record_routes,
+    }
+    name = engine_of(config)
+    if name == "loop":
+        return make_engine(experiment, config, slots=config.slots, **kind)
+    kind |= {"eos_ids": experiment.tokenizer.eos_ids, "finish_first": config.finish_first}
     with served(config):
+        if name == "jetstream":
+            from trm_jax.integrations.jetstream import JetStreamEngine
+
+            return JetStreamEngine(experiment.model, _sizes(config, config.slots), **kind)
         from trm_jax.serve import RemoteEngine
 
         return RemoteEngine(
             experiment.model,
             _sizes(config, config.slots),
-            numerics=config.numerics,
-            sampling=sampling,
-            eos_ids=experiment.tokenizer.eos_ids,
             connection=_connection(config),
             weights=Path(config.weights),
-            record_hidden=config.record_hidden,
-            record_routes=record_routes,
-            finish_first=config.finish_first,
             in_flight=config.in_flight,
+            **kind,
         )
 
 
 def interrupt_engine(engine: Engine) -> None:
-    """What is being asked of a server ends with an error; an engine in this process ends by itself, and soon."""
+    """What is being asked of a server or driver ends with an error; the loop ends by itself, and soon."""
     if not isinstance(engine, InProcessEngine):
-        engine.interrupt()  # type: ignore[attr-defined]  # a RemoteEngine, imported only where there is an address
+        engine.interrupt()  # type: ignore[attr-defined]  # the others have it, and are imported only where they are used
 
 
 def close_engine(engine: Engine) -> None:
-    """Ends a connection, and whatever is being asked over it; an engine in this process holds none."""
+    """Ends a connection or threads, and whatever is being asked of them; the loop has neither."""
     if not isinstance(engine, InProcessEngine):
         engine.close()  # type: ignore[attr-defined]  # as above
 
 
-def check_address(
+def check_engine(
     config: RolloutConfig, shape: TransformerConfig, eos_ids: Collection[int], *, record_routes: bool
 ) -> None:
-    """Compares the server at the run's address, if it has one, with what the run expects of it.
+    """Sees that what samples can be had; compares a server at the run's address with what the run expects of it.
 
     Raises:
+      ImportError: what it needs is not installed.
       ValueError: the server is made for something else, naming the difference.
       SamplingError: there is no server within ``config.patience``.
     """
+    if config.engine == "jetstream":
+        with served(config):
+            return
     if not config.address:
         return
     with served(config):
@@ -125,20 +162,30 @@ def check_address(
 
 @contextlib.contextmanager
 def served(config: RolloutConfig) -> Iterator[None]:
-    """Errors of serving as this room's, so that it can be told from others without gRPC."""
-    if not config.address:
+    """Errors of serving as this room's, so that it can be told from others without gRPC.
+
+    Raises:
+      ImportError: it is not installed.
+      SamplingError: one of these.
+    """
+    name = engine_of(config)
+    if name == "loop":
         yield
         return
+    where = f"rollout.address={config.address!r}" if name == "address" else f"rollout.engine={name!r}"
     try:
         from trm_jax.serve import ServingError
+
+        if name == "jetstream":
+            from trm_jax.integrations import jetstream  # noqa: F401 - for its errors
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"rollout.address={config.address!r} needs {error.name!r}: pip install 'trm-jax[jetstream]'"
-        ) from error
+        raise ImportError(f"{where} needs {error.name!r}: pip install 'trm-jax[jetstream]'") from error
+    except ImportError as error:
+        raise ImportError(f"{where}: {error}") from error
     try:
         yield
     except ServingError as error:
-        raise SamplingError(f"rollout.address={config.address!r}: {error}") from error
+        raise SamplingError(f"{where}: {error}") from error
 
 
 def _connection(config: RolloutConfig) -> Any:

@@ -23,7 +23,7 @@ from trm_jax.data import (
 )
 from trm_jax.models import Transformer, make_mesh
 from trm_jax.train.config import TrainConfig
-from trm_jax.train.engines import check_address
+from trm_jax.train.engines import check_engine
 from trm_jax.train.policy import check_policy, pretrained_policy, pretrained_shape, pretrained_tokenizer, random_policy
 from trm_jax.train.words import ChatTokenizer, chat_problems, word_problems
 
@@ -80,6 +80,7 @@ def check_experiment(config: TrainConfig) -> None:
     The server at ``rollout.address``, if there is one, is compared too.
 
     Raises:
+      ImportError: the engine that the run asks for is not installed.
       ValueError: saying what does not fit.
       SamplingError: there is no server at the address.
     """
@@ -89,7 +90,7 @@ def check_experiment(config: TrainConfig) -> None:
         check_policy(config, shape)
         words = pretrained_tokenizer(config.model.path)
         chat_problems(config, words, problems, note=lambda _: None)
-        check_address(config.rollout, shape, words.eos_ids, record_routes=config.model.replay_routes)
+        check_engine(config.rollout, shape, words.eos_ids, record_routes=config.model.replay_routes)
         return
     task, ways = _task(config), config.mesh.tensor
     _held_out(task, config)
@@ -98,7 +99,7 @@ def check_experiment(config: TrainConfig) -> None:
         raise ValueError(f"mesh.tensor={ways} must divide the {size} token ids of task {config.task.name!r}.")
     shape = config.model.scratch(size)
     check_policy(config, shape)
-    check_address(config.rollout, shape, task.tokenizer().eos_ids, record_routes=config.model.replay_routes)
+    check_engine(config.rollout, shape, task.tokenizer().eos_ids, record_routes=config.model.replay_routes)
 
 
 def _task(config: TrainConfig) -> ReasoningGymTask:

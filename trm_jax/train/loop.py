@@ -110,7 +110,7 @@ class TrainRun:
         return Ahead(sampler, self._config, params, context=lambda: on_mesh(self._mesh))
 
     def close(self) -> None:
-        """Lets go of the engine; one at an address has a connection."""
+        """Lets go of the engine, which may have a connection or threads."""
         self._source.close()
 
     @property

@@ -17,6 +17,7 @@ from trm_jax.checkpoint import CheckpointError
 from trm_jax.report import JsonlWriter, MultiWriter, TensorBoardWriter
 from trm_jax.report.writers import write_atomically
 from trm_jax.train.config import ArmConfig, RunConfig, TrainConfig
+from trm_jax.train.engines import engine_of
 from trm_jax.train.loop import RunOutcome
 
 __all__ = ["NEVER_BEGAN", "RunRecords", "lock_root", "metric_writers", "prepare_root", "read_record", "withdraw_root"]
@@ -29,7 +30,7 @@ NEVER_BEGAN = RunOutcome(
 _MAY_DIFFER = frozenset(
     {
         "checkpoint.export",
-        *(f"rollout.{key}" for key in ("address", "weights", "certificate", "token_file", "patience")),
+        *(f"rollout.{key}" for key in ("engine", "address", "weights", "certificate", "token_file", "patience")),
     }
 )
 """Settings with which a run may be resumed though it began with others: none of its numbers depends on them."""
@@ -140,7 +141,7 @@ class RunRecords:
         _write_record(self.directory / "config.json", self._settings)
 
     def end(self, outcome: RunOutcome, reason: str, seconds: float) -> None:
-        """Writes ``result.json``; the time adds up over resumptions."""
+        """Writes ``result.json``; the time adds up over resumptions, and the engine is the last one."""
         path = self.directory / "result.json"
         before = read_record(path, seconds=float)["seconds"] if path.exists() else 0.0
         start, final = (
@@ -156,6 +157,7 @@ class RunRecords:
             "seconds": round(before + seconds, 2),
             "steps": outcome.step,
             "seed": self._train.seed,
+            "engine": engine_of(self._train.rollout),
         }
         _write_record(path, record)
 

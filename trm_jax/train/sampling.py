@@ -79,11 +79,11 @@ class Sampler:
         self._engine = open_engine(experiment, rollout, record_routes=config.model.replay_routes)
 
     def interrupt(self) -> None:
-        """A ``load`` or ``sample`` under way in another thread ends with an error, if it waits for a server."""
+        """A ``load`` or ``sample`` under way in another thread ends with an error, if it waits for others."""
         interrupt_engine(self._engine)
 
     def close(self) -> None:
-        """Ends the connection to a server."""
+        """Lets go of the engine."""
         close_engine(self._engine)
 
     @property

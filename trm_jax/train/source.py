@@ -86,7 +86,7 @@ class InTurn:
         """Nothing runs."""
 
     def close(self) -> None:
-        """Ends the connection to a server."""
+        """Lets go of the engine."""
         self._sampler.close()
 
     def get_state(self) -> dict[str, Any]:

@@ -7,18 +7,23 @@ Kept: its queues, slots, threads, and how they hand requests on. Changed, each f
 * records, per-request sampling and limits, end tokens returned, a reason for every end;
 * a bounded queue; cancelled requests give their slots back at the next chunk;
 * weights change between two decode calls, at once or when what decodes has finished;
-* waiting prompts are prefilled together, and samples of a prompt share its run.
+* waiting prompts are prefilled together, and samples of a prompt share its run;
+* programs are started by one thread at a time: over several devices, two that come in one order on some and in another
+  on others wait for each other for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from collections import deque
 from typing import Any
 
-from trm_jax.integrations.jetstream._delivery import deliver
+import jax
+
+from trm_jax.integrations.jetstream._delivery import deliver, keep_prompts
 from trm_jax.integrations.jetstream._engine import RolloutEngine
 from trm_jax.integrations.jetstream._exchange import WeightExchange
 from trm_jax.integrations.jetstream._library import jetstream
@@ -37,10 +42,12 @@ _GATHER = 0.003  # seconds that a prefill waits for company: one of few prompts 
 class RolloutDriver(_DRIVER):  # type: ignore[misc]
     """Runs one engine; starts its threads at once. Use as a context manager, or call ``stop``.
 
+    What the threads compile sees the mesh (``jax.set_mesh``) inside of which the driver is made.
+
     Args:
       engine: what decodes.
       policy: first weights.
-      queue_limit: requests that may wait.
+      queue_limit: requests that may wait; 0 for any number.
       stall_seconds: a decode call that takes longer is reported as a fault; the first calls compile.
     """
 
@@ -58,6 +65,8 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         self._fault: BaseException | None = None
         self._failures = 0
         self._progress = time.monotonic()
+        self._mesh = jax.sharding.get_mesh()
+        self._launching = threading.RLock()
         super().__init__(
             prefill_engines=[engine],
             generate_engines=[engine],
@@ -117,14 +126,16 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         Raises:
           Unavailable: the driver is dead, or the change did not come in time; it is then withdrawn.
         """
-        self._exchange.offer(policy, finish_first=finish_first, timeout=timeout, why_not=lambda: self.health().reason)
+        self._exchange.offer(
+            policy, finish_first=finish_first, timeout=timeout, why_not=lambda: self.health().reason, wake=self._wake
+        )
 
     def health(self) -> Health:
         """Whether all threads live and decode calls return."""
         busy = self._engine.max_concurrent_decodes - self._generate_slots[0].qsize()
         reason = self._dead
         if not reason and not self.live:
-            reason = "the server is stopping"
+            reason = "the driver is stopping"
         if not reason:
             gone = [thread.name for thread in self._all_threads if not thread.is_alive()]
             if gone:
@@ -141,9 +152,17 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             self._outstanding.fail_all(Failure(kind="unavailable", message=health.reason))
         return health
 
+    def rest(self) -> None:
+        """Returns when nothing decodes or is about to, so that nothing of it comes between what is started next."""
+        while self.health().live:
+            with self._launching:
+                if self._idle(0) and not self._coming(0) and not self._pace.unread:
+                    return
+            time.sleep(0.0005)
+
     def stop(self) -> None:
         """Ends every request and the threads."""
-        self._dead = self._dead or "the server is stopping"
+        self._dead = self._dead or "the driver is stopping"
         self._outstanding.fail_all(Failure(kind="unavailable", message=self._dead))
         super().stop()
 
@@ -154,9 +173,16 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         """Ends a request whose client is gone."""
         work.fail(Failure(kind="cancelled", message="the client cancelled the request"))
 
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh.empty else jax.set_mesh(self._mesh)
+
     # ---- prefill thread
 
     def _prefill_thread(self, idx: int) -> None:
+        with self._on_mesh():
+            self._prefill_until_stopped(idx)
+
+    def _prefill_until_stopped(self, idx: int) -> None:
         while self.live:
             work = self._prefill_backlog.get()
             if work is None:
@@ -179,8 +205,9 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 return
 
     def _run_prompts(self, works: list[Work]) -> Prefilled:
-        policy = self._exchange.box.current
-        prefix: Prefix = self._engine.slots.prefill(policy, [work.request.prompt for work in works])
+        with self._launching:
+            policy = self._exchange.box.current
+            prefix: Prefix = self._engine.slots.prefill(policy, [work.request.prompt for work in works])
         self.counters.prefills += 1
         return Prefilled(works, prefix, policy)
 
@@ -193,6 +220,10 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
     # ---- generate thread
 
     def _generate_thread(self, idx: int) -> None:
+        with self._on_mesh():
+            self._generate_until_stopped(idx)
+
+    def _generate_until_stopped(self, idx: int) -> None:
         while self.live and not self._dead:
             pending: deque[tuple[Sample, int, Prefilled]] = deque()
             try:
@@ -216,30 +247,40 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
 
     def _decode_until_stopped(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> None:
         slots = self._generate_slots[idx]
-        state = self._engine.init_decode_state()
+        with self._launching:
+            state = self._engine.init_decode_state()
         while self.live:
             self._pace.wait(0 if pending or self._coming(idx) else 1, lambda: self.live and not self._dead)
             fault, self._fault = self._fault, None
             if fault is not None:
                 raise fault
-            idle = slots.qsize() == self._engine.max_concurrent_decodes
-            draining = self._exchange.take(self.counters, idle=idle)
+            draining = self._exchange.take(self.counters, idle=self._idle(idx))
             if not draining and not self._fetch(idx, pending):
                 return
-            state, started = self._start(state, pending, slots, draining=draining)
-            if started:
-                self._put_result(idx, ("started", started))
-            elif slots.qsize() == self._engine.max_concurrent_decodes:
-                self._progress = time.monotonic()
-                continue
-            steps = self._pace.steps(list(slots.queue))
-            try:
-                state, result = self._engine.generate(self._exchange.box, state, steps)
-                result.copy_to_host_async()
-            except BaseException:
-                self._pace.read()
-                raise
+            with self._launching:  # with the look at what is idle, or ``rest`` could miss a call that is just begun
+                state, started = self._start(state, pending, slots, draining=draining)
+                if started:
+                    self._put_result(idx, ("started", started))
+                elif self._idle(idx):
+                    self._progress = time.monotonic()
+                    continue
+                steps = self._pace.steps(list(slots.queue))
+                try:
+                    state, result = self._engine.generate(self._exchange.box, state, steps)
+                    result.copy_to_host_async()
+                except BaseException:
+                    self._pace.read()
+                    raise
             self._put_result(idx, ("chunk", result))
+
+    def _idle(self, idx: int) -> bool:
+        """Whether no slot decodes."""
+        return bool(self._generate_slots[idx].qsize() == self._engine.max_concurrent_decodes)
+
+    def _wake(self) -> None:
+        """Has the generate thread look at what there is to do, if it waits for requests."""
+        with contextlib.suppress(queue.Full):
+            self._generate_backlogs[0].put_nowait(("wake", None))
 
     def _coming(self, idx: int) -> bool:
         """Whether a request waits for its prefill or for a slot."""
@@ -250,16 +291,17 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         """Takes prefilled requests, waiting for one under way while slots are free; False when the thread shall end."""
         slots, backlog = self._generate_slots[idx], self._generate_backlogs[idx]
         while len(pending) < slots.qsize():
-            idle = slots.qsize() == self._engine.max_concurrent_decodes
             coming = self._coming(idx)
             try:
-                prefilled = backlog.get(block=coming or (idle and not pending), timeout=0.05)
+                prefilled = backlog.get(block=coming or (self._idle(idx) and not pending), timeout=0.05)
             except queue.Empty:
                 if self._exchange.waiting or not (coming and self.live):
                     return True
                 continue
             if prefilled is None:
                 return False
+            if isinstance(prefilled, tuple):
+                return True
             pending.extend((s, row, prefilled) for row, work in enumerate(prefilled.works) for s in work.samples)
         return True
 
@@ -319,13 +361,14 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             if item is None:
                 return
             kind, value = item
-            if kind == "started":
-                running.update(value)
-                continue
             try:
+                if kind == "started":
+                    running.update(value)
+                    keep_prompts(value, self._launching)
+                    continue
                 if kind == "failed":
                     raise value
-                freed = deliver(value.chunk, running, self._engine.slots, self._count_tokens)
+                freed = deliver(value.chunk, running, self._engine.slots, self._count_tokens, self._launching)
                 self.counters.chunks += 1
                 self._failures = 0
             except BaseException as error:

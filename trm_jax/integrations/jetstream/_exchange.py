@@ -40,7 +40,13 @@ class WeightExchange:
         return self._update is not None
 
     def offer(
-        self, policy: PolicyWeights, *, finish_first: bool, timeout: float | None, why_not: Callable[[], str]
+        self,
+        policy: PolicyWeights,
+        *,
+        finish_first: bool,
+        timeout: float | None,
+        why_not: Callable[[], str],
+        wake: Callable[[], None],
     ) -> None:
         """Waits until the weights are taken.
 
@@ -49,6 +55,7 @@ class WeightExchange:
           finish_first: whether sequences in flight end before they are taken.
           timeout: seconds to wait.
           why_not: says why nobody will take them, or nothing.
+          wake: has who takes them look.
 
         Raises:
           Unavailable: nobody will, or nobody did in time; they are then withdrawn.
@@ -56,6 +63,7 @@ class WeightExchange:
         with self._update_lock:
             update = _Update(policy, finish_first)
             self._update = update
+            wake()
             deadline = None if timeout is None else time.monotonic() + timeout
             while not update.done.wait(0.05):
                 reason = why_not()

@@ -3,6 +3,8 @@
 Repairs, all made on JetStream's own module objects in this process:
 
 * ``orchestrator.delete_pytree`` calls ``jax.tree_map``, which JAX 0.6 removed; it is replaced.
+* Its ``JetThread`` kills the process when a thread's function raises, and the threads that detokenize keep a process
+  from ending. Ours says what was raised and ends alone, and is a daemon; who uses the driver looks whether it lives.
 * Importing the orchestrator sets the root logger to DEBUG and adds a handler to standard output; both are undone.
 * Its tokenizers import seqio (hence TensorFlow, 2 GB) and tiktoken at the top of modules that the driver needs. Where
   these packages are not installed, modules with the four names it imports stand in for them during the import only; its
@@ -17,6 +19,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -54,15 +57,20 @@ def jetstream() -> JetStream:
       ImportError: it, or what it needs, is not installed.
     """
     if importlib.util.find_spec("jetstream") is None:
-        raise ImportError("serving needs google-jetstream 0.2.2: pip install 'trm-jax[jetstream]'.")
+        raise ImportError("JetStream's driver needs google-jetstream 0.2.2: pip install 'trm-jax[jetstream]'.")
     with _logging_kept(), _stand_ins(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine_api = importlib.import_module("jetstream.engine.engine_api")
         orchestrator = importlib.import_module("jetstream.core.orchestrator")
     if not hasattr(orchestrator, "delete_pytree") or not hasattr(orchestrator.Driver, "_transfer_thread"):
         raise ImportError("this google-jetstream is not 0.2.2, whose driver is known: install google-jetstream==0.2.2.")
-    vars(orchestrator)["delete_pytree"] = _delete_pytree
+    vars(orchestrator).update(delete_pytree=_delete_pytree, JetThread=_Thread)
     return JetStream(orchestrator, engine_api)
+
+
+class _Thread(threading.Thread):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "daemon": True})
 
 
 def _delete_pytree(tree: Any) -> None:

@@ -26,6 +26,11 @@ class Pace:
         self._unread = 0
         self._changed = threading.Condition()
 
+    @property
+    def unread(self) -> int:
+        """Calls whose result the host has not seen."""
+        return self._unread
+
     def started(self, slot: int, tokens: int) -> None:
         """A sample of at most ``tokens`` has been put in a slot."""
         self._left[slot] = tokens

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from trm_jax.integrations.jetstream._library import jetstream
 from trm_jax.integrations.jetstream._state import Counters
-from trm_jax.rollout import Columns, PolicyWeights, Prefix, StopStrings, TextCodec
+from trm_jax.rollout import Columns, PolicyWeights, Prefix, Recorder, StopStrings, TextCodec
 from trm_jax.serve import Completion, FinishReason, SampleRequest
 
 __all__ = ["Failure", "Outstanding", "Prefilled", "Sample", "Work"]
@@ -39,6 +39,8 @@ class Work(_ACTIVE):  # type: ignore[misc]
       request: checked against the engine's limits.
       emit: takes each ``Completion`` and at most one ``Failure``; called from the driver's threads, must not block.
       tokenizer: finds the request's stop strings; needed when it has some.
+      record: where to keep on the device what is sampled; a completion then has no more than its columns.
+      rows: the row there of every sample.
     """
 
     __hash__ = object.__hash__  # a dataclass that compares by value has none
@@ -49,9 +51,12 @@ class Work(_ACTIVE):  # type: ignore[misc]
         request: SampleRequest,
         emit: Callable[[Completion | Failure], None],
         tokenizer: TextCodec | None = None,
+        *,
+        record: Recorder | None = None,
+        rows: Sequence[int] = (),
     ) -> None:
         super().__init__(max_tokens=request.max_tokens, return_channel=None)
-        self.request = request
+        self.request, self.record, self.rows = request, record, rows
         self.samples = [Sample(self, i, seed, tokenizer) for i, seed in enumerate(request.seeds)]
         self._emit = emit
         self._left = len(self.samples)
@@ -105,7 +110,7 @@ class Sample:
       tokenizer: as in ``Work``.
 
     Attributes:
-      extras: the chunk's arrays that are wanted besides its columns.
+      extras: the chunk's arrays that are wanted on the host besides its columns.
       prompt: set when it starts: the routes of its prefill and its row there, or None.
     """
 
@@ -130,7 +135,7 @@ class Sample:
                 ("top_logps", request.top_logps),
                 ("routes", request.routes),
             )
-            if wanted
+            if wanted and work.record is None
         )
 
     def take(self, columns: Columns, slot: int, count: int, extras: dict[str, np.ndarray]) -> int | None:

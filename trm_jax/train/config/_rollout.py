@@ -37,9 +37,14 @@ class RolloutConfig:
         max_staleness // loss.minibatches.
       schedule: weights of a batch that is sampled ahead. "fixed": those that were there `queue` steps before it is
         trained on, however long anything takes, so that a run repeats and resumes to the same bits. "newest": the
-        newest when it begins and, at an address, in flight too; not to be repeated to the bit.
-      finish_first: at an address and with "newest", sequences in flight end under the weights they began with, and new
-        ones wait; otherwise they go on under the new weights, and their tokens' versions tell.
+        newest when it begins and, at an address or with engine="jetstream", in flight too; not to be repeated to the
+        bit.
+      finish_first: where weights change in flight, sequences end under the weights they began with, and new ones wait;
+        otherwise they go on under the new weights, and their tokens' versions tell.
+      engine: what samples in this process. "loop": one call after the other, in an order that repeats. "jetstream":
+        JetStream's driver, which has a thread each for prefill, decoding and what becomes of tokens (needs
+        trm-jax[jetstream]; a run repeats to the bit with numerics.batch_invariant). "auto": JetStream's driver on a TPU
+        where google-jetstream is installed, else the loop. It is no part of a run, as address is not.
       address: host:port of a `trm-jax serve` that has this file; empty samples in this process. Where samples come from
         is no part of a run: it may be resumed at another address.
       weights: directory through which the server gets its weights, its --weights.
@@ -64,6 +69,7 @@ class RolloutConfig:
     queue: int = 0
     schedule: Literal["fixed", "newest"] = "fixed"
     finish_first: bool = False
+    engine: Literal["auto", "loop", "jetstream"] = "auto"
     address: str = ""
     weights: str = ""
     certificate: str = ""
@@ -93,15 +99,15 @@ class RolloutConfig:
             f"{' and '.join(idle)}: nothing is sampled ahead while max_staleness=0; raise it, or leave this out.",
         )
         require(
-            not self.finish_first or (self.schedule == "newest" and bool(self.address)),
-            "finish_first=true: weights change while sequences are in flight only with schedule='newest' and an "
-            "address; leave it out.",
+            not self.finish_first or self.in_flight,
+            "finish_first=true: weights change while sequences are in flight only with schedule='newest', at an "
+            "address or with engine='jetstream'; leave it out.",
         )
         require(
             not (self.in_flight and self.record_hidden),
-            "schedule='newest' at an address: hidden states of one batch would come from several versions, and the "
-            "head that goes with them is of one; set record_hidden=false (and a correction that needs none), or "
-            "schedule='fixed'.",
+            "schedule='newest' at an address or with engine='jetstream': hidden states of one batch would come from "
+            "several versions, and the head that goes with them is of one; set record_hidden=false (and a correction "
+            "that needs none), or schedule='fixed'.",
         )
 
     def _check_address(self) -> None:
@@ -112,6 +118,10 @@ class RolloutConfig:
                 not given, f"{', '.join(given)}: for a server, and no address is given; give it, or leave this out."
             )
             return
+        require(
+            self.engine == "auto",
+            f"engine={self.engine!r}: what samples at address={self.address!r} is that server's driver; leave one out.",
+        )
         match = re.fullmatch(r".*[^:]:(\d{1,5})", self.address)
         require(
             match is not None and 0 < int(match[1]) < 65536,
@@ -130,7 +140,7 @@ class RolloutConfig:
     @property
     def in_flight(self) -> bool:
         """Whether weights may change while a sequence is being sampled."""
-        return self.schedule == "newest" and bool(self.address)
+        return self.schedule == "newest" and (bool(self.address) or self.engine == "jetstream")
 
     @property
     def oldest_allowed(self) -> int:
