@@ -246,4 +246,4 @@ def test_a_training_without_an_address_needs_no_grpc():
         "check_experiment(config.arms[0].train)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert "ImportError: rollout.address='localhost:1' needs 'grpc': pip install 'trm-jax[jetstream]'" in done.stderr
+    assert "ImportError: rollout.address='localhost:1' needs 'grpc': pip install 'trm-jax[serve]'" in done.stderr

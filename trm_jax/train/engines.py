@@ -172,14 +172,16 @@ def served(config: RolloutConfig) -> Iterator[None]:
     if name == "loop":
         yield
         return
-    where = f"rollout.address={config.address!r}" if name == "address" else f"rollout.engine={name!r}"
+    where, extra = f"rollout.engine={name!r}", "jetstream"
+    if name == "address":
+        where, extra = f"rollout.address={config.address!r}", "serve"
     try:
         from trm_jax.serve import ServingError
 
         if name == "jetstream":
             from trm_jax.integrations import jetstream  # noqa: F401 - for its errors
     except ModuleNotFoundError as error:
-        raise ImportError(f"{where} needs {error.name!r}: pip install 'trm-jax[jetstream]'") from error
+        raise ImportError(f"{where} needs {error.name!r}: pip install 'trm-jax[{extra}]'") from error
     except ImportError as error:
         raise ImportError(f"{where}: {error}") from error
     try:

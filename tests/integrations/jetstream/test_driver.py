@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,30 @@ def test_a_full_queue_refuses_and_what_was_accepted_is_answered_once(tools):
         assert all(asked.pieces.empty() for asked in accepted.values())
         assert (driver.counters.refused, driver.counters.finished) == (1, len(accepted))
         assert not driver._outstanding
+
+
+def test_requests_whose_clients_have_gone_take_no_place_in_a_full_queue(tools):
+    """The slots are long busy, so nobody comes to look at the queue."""
+    with tools.running(queue_limit=2) as (driver, engine):
+        tools.ask(driver, *tools.long_seeds(4))
+        tools.until(lambda: driver.health().slots_busy == 4)
+        asked = []
+
+        def fill():
+            for seed in range(20):
+                asked.append(tools.ask(driver, seed))
+                time.sleep(0.02)  # those that are taken out of the queue and wait for a slot
+
+        with pytest.raises(QueueFull):
+            fill()
+        for other in asked:
+            driver.cancel(other.work)
+        waiting = [tools.ask(driver, seed) for seed in (0, 1)]
+        with pytest.raises(QueueFull):
+            tools.ask(driver, 2)
+        engine.open = True
+        for seed, other in enumerate(waiting):
+            same(other.result(), tools.expected(0, 1)[seed])
 
 
 def test_sequences_go_on_under_new_weights_and_every_token_says_which(tools):

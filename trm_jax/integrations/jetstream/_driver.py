@@ -106,13 +106,25 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             raise Unavailable(health.reason)
         self._outstanding.add(work)
         try:
-            self.place_request_on_prefill_queue(work)
+            try:
+                self.place_request_on_prefill_queue(work)
+            except queue.Full:
+                self._forget_ended()
+                self.place_request_on_prefill_queue(work)
         except queue.Full:
             self._outstanding.discard(work)
             self.counters.refused += 1
             raise QueueFull(
                 f"{self._prefill_backlog.maxsize} requests wait already; try again later, or raise queue_limit."
             ) from None
+
+    def _forget_ended(self) -> None:
+        """Takes requests whose client has gone out of the queue: nobody shall be refused for them."""
+        backlog = self._prefill_backlog
+        with backlog.mutex:
+            waiting = [work for work in backlog.queue if work is None or not work.ended]
+            backlog.queue.clear()
+            backlog.queue.extend(waiting)
 
     def update(self, policy: PolicyWeights, *, finish_first: bool = False, timeout: float | None = None) -> None:
         """Changes the weights between two decode calls; returns when they are in use.
