@@ -30,7 +30,16 @@ def tool() -> ModuleType:
     "shape",
     [
         pytest.param(name, marks=() if name == "peaked" else pytest.mark.slow)
-        for name in ("peaked", "flat", "near_deterministic", "constant_offset", "large_offset", "unrelated")
+        for name in (
+            "peaked",
+            "flat",
+            "near_deterministic",
+            "constant_offset",
+            "large_offset",
+            "huge_offset",
+            "moved_top",
+            "unrelated",
+        )
     ],
 )
 def test_relative_errors(shape: str, with_tv: bool, tool: ModuleType) -> None:
@@ -83,3 +92,37 @@ def test_any_token_will_do(shape: str, form: dict[str, str | bool], tool: Module
         assert kl.min() >= 1e-7
         np.testing.assert_allclose(out.token_kl, kl, rtol=1e-2 if kl.min() < 1e-5 else 1e-3)
         np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
+
+
+def _check_rows(policy: np.ndarray, rollout: np.ndarray, tool: ModuleType, **form: str | bool) -> None:
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
+    kl, tv = tool.exact(policy, rollout)
+    unit = jnp.eye(len(policy))
+    out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.arange(len(policy)), **form)
+    assert kl.min() >= 1e-7
+    np.testing.assert_allclose(out.token_kl, kl, rtol=1e-2 if kl.min() < 1e-5 else 1e-3)
+    np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
+
+
+@pytest.mark.parametrize("offset", [40.0, 1000.0])
+@pytest.mark.parametrize(
+    "form", [{"implementation": "chunked"}, {"implementation": "pallas_tpu", "interpret": True}], ids=str
+)
+def test_an_offset_costs_no_digits(offset: float, form: dict[str, str | bool], tool: ModuleType) -> None:
+    """The difference of logits 1000 apart rounds by 3e-5, a tenth of these differences."""
+    rng = np.random.default_rng(0)
+    rollout = rng.normal(size=(2, 8001))
+    _check_rows(rollout + 6e-4 * rng.normal(size=rollout.shape) + offset, rollout, tool, **form)
+
+
+@pytest.mark.parametrize("moved", [0.08, 0.15])
+@pytest.mark.parametrize(
+    "form", [{"implementation": "chunked"}, {"implementation": "pallas_tpu", "interpret": True}], ids=str
+)
+def test_a_likeliest_token_that_moves(moved: float, form: dict[str, str | bool], tool: ModuleType) -> None:
+    """All others then stand off it by much more than they stand apart: their mean is not KL."""
+    rng = np.random.default_rng(0)
+    rollout = rng.normal(size=(2, 32_001))
+    policy = rollout + 1e-3 * rng.normal(size=rollout.shape)
+    policy[np.arange(2), rollout.argmax(-1)] += moved
+    _check_rows(policy, rollout, tool, **form)

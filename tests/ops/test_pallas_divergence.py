@@ -79,10 +79,11 @@ def kernels(
     normaliser, kl = normaliser_difference(part)
     tv = divergence_tv(
         **given,
-        shift=part.shift,
-        normaliser=normaliser,
-        policy_logsumexp=part.policy.logsumexp,
-        rollout_logsumexp=part.rollout.logsumexp,
+        policy_top=part.policy.top,
+        policy_log_total=part.policy.log_total,
+        rollout_top=part.rollout.top,
+        rollout_log_total=part.rollout.log_total,
+        normaliser=part.shift + normaliser,
         **static,
     )
     return part, {
@@ -252,7 +253,10 @@ def test_shards_add_up() -> None:
         np.testing.assert_allclose(whole, np.logaddexp.reduce(z, -1), rtol=1e-6)
     # Σ π_roll exp(x) is what a shard adds to the ratio of the normalisers, about its own shift.
     weights = [np.exp(np.asarray(p.rollout.logsumexp) - np.logaddexp.reduce(rollout, -1)) for p in parts]
-    ratio = sum(w * np.exp(p.shift) * (1 + np.asarray(p.growth)) for w, p in zip(weights, parts, strict=True))
+    ratio = sum(
+        w * np.exp(p.policy.top - p.rollout.top + p.shift) * (1 + np.asarray(p.growth))
+        for w, p in zip(weights, parts, strict=True)
+    )
     want = np.logaddexp.reduce(policy, -1) - np.logaddexp.reduce(rollout, -1)
     np.testing.assert_allclose(np.log(ratio), want, rtol=1e-4, atol=1e-6)
 

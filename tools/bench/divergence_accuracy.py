@@ -59,6 +59,8 @@ SHAPES: dict[str, Callable[[np.random.Generator, int, int], Float64]] = {
     "near_deterministic": _near_deterministic,
     "constant_offset": _peaked,
     "large_offset": _peaked,
+    "huge_offset": _flat,
+    "moved_top": _flat,
     "unrelated": _peaked,
 }
 TARGETS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -93,6 +95,10 @@ def case(
         policy = policy + 0.37
     if shape == "large_offset":
         policy = policy + 5.0 * rng.normal(size=(rows, 1))
+    if shape == "huge_offset":
+        policy = policy + 1000.0
+    if shape == "moved_top":  # all others stand off it by much more than they stand apart
+        policy[np.arange(rows), rollout.argmax(-1)] += 0.15
     rollout32 = rollout.astype(np.float32)
     policy32, tokens = policy.astype(np.float32), (rollout32 + rng.gumbel(size=rollout.shape)).argmax(-1)
     return policy32, rollout32, tokens, *exact(policy32, rollout32)

@@ -10,8 +10,9 @@ memory (``memory_analysis``), their share of one float32 ``[N, V]`` array, and w
 size that is neither argument nor output. The compiler refuses a kernel whose blocks do not fit the chip's vector
 memory: compiling is their test. A sharded case is a whole operator on a mesh of a topology's devices, the head's rows
 over one axis and tokens over the other; recorded are also the bytes of every collective's result. Results are added to
-the file, in place of earlier ones of the same case; ``--missing`` leaves out the cases that the file has from the same
-sources and versions, so that a run that was interrupted goes on.
+the file, in place of earlier ones of the same case, with a hash of the program that the compiler was given;
+``--missing`` leaves out the cases that the file has of the same program and versions, so that a run that was
+interrupted goes on, and one after a change compiles what the change concerns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 
 os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_PLATFORMS="cpu")
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a program is then the same wherever its sources lie
 
 import argparse
 import hashlib
@@ -176,25 +178,31 @@ KERNELS: dict[str, Callable[[Case, Spec], Any]] = {
     "logps_statistics": _logps,
     "logps_gradients": _gradients,
     "divergence_statistics": _divergence(divergence_statistics, ()),
-    "divergence_tv": _divergence(divergence_tv, ("shift", "normaliser", "policy_logsumexp", "rollout_logsumexp")),
+    "divergence_tv": _divergence(
+        divergence_tv, ("policy_top", "policy_log_total", "rollout_top", "rollout_log_total", "normaliser")
+    ),
 }
 
 
-def compile_case(case: Case) -> dict[str, Any]:
-    """Compiles one case; the compiler's refusal is recorded under ``error``."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[case.chip])
-    mesh = Mesh(np.array(topology.devices[:1]), ("all",))
+def lower_case(case: Case) -> Any:
+    """The program of one case, for the compiler."""
+    mesh = Mesh(devices_of(TOPOLOGIES[case.chip])[:1], ("all",))
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
     call, operands = KERNELS[case.kernel](case, spec)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(call).lower(*operands)
+
+
+def compile_case(case: Case, lowered: Any) -> dict[str, Any]:
+    """Compiles one case; the compiler's refusal is recorded under ``error``."""
     record: dict[str, Any] = case._asdict()
     start = time.perf_counter()
     try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            compiled = jax.jit(call).lower(*operands).compile()
+        compiled = lowered.compile()
     except Exception as error:  # the compiler's own exception classes are private
         return record | {"error": str(error)[:400]}
     logits = 4 * case.tokens * case.vocabulary
@@ -234,10 +242,14 @@ def collectives_of(text: str) -> dict[str, list[int]]:
     return found
 
 
-def compile_sharded(case: Sharded) -> dict[str, Any]:
-    """Compiles one operator for all devices of a topology."""
-    devices: Any = np.asarray(topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices)
-    mesh = Mesh(devices.reshape(-1, case.tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+def devices_of(topology: str) -> Any:
+    """The topology's devices, an array of them."""
+    return np.asarray(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+
+
+def lower_sharded(case: Sharded) -> Any:
+    """One operator, for all devices of a topology."""
+    mesh = Mesh(devices_of(case.topology).reshape(-1, case.tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     n = case.tokens * mesh.shape["data"]
     options: Any = dict(implementation=case.form, mesh=mesh, vocab_axis="tensor", token_axis="data")
 
@@ -262,12 +274,17 @@ def compile_sharded(case: Sharded) -> dict[str, Any]:
         "divergence": (divergence, (h, w, y, h)),
     }
     function, args = programs[case.program]
+    return jax.jit(function).lower(*args)
+
+
+def compile_sharded(case: Sharded, lowered: Any) -> dict[str, Any]:
+    """Compiles it."""
     start = time.perf_counter()
-    compiled = jax.jit(function).lower(*args).compile()
+    compiled = lowered.compile()
     memory: Any = compiled.memory_analysis()
     found = collectives_of(compiled.as_text() or "")
     return case._asdict() | {
-        "devices": devices.size,
+        "devices": devices_of(case.topology).size,
         "temp_bytes": memory.temp_size_in_bytes,
         "collectives": found,
         "bytes_per_token": sum(map(sum, found.values())) / case.tokens,
@@ -311,7 +328,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", help='one case as JSON: ["logps_statistics", "v5e", 1, 64, 7]')
     parser.add_argument("--sharded", action="append", help="one sharded case as JSON, the fields of Sharded in order")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--missing", action="store_true", help="only cases that --output has not from these sources")
+    parser.add_argument("--missing", action="store_true", help="only cases whose program --output does not have")
     args = parser.parse_args()
     if args.missing and args.output is None:
         parser.error("--missing needs --output, the file to compare with")
@@ -322,24 +339,16 @@ def main() -> None:
         if not (args.chip or args.model or args.tokens):
             cases += SHARDED
         cases += matrix(chips, models, args.tokens or list(TOKENS))
-    made_by = provenance()
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     for case in cases:
+        lowered = lower_case(case) if isinstance(case, Case) else lower_sharded(case)
+        made_by = versions | {"lowered": hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]}
         if args.missing and any(is_of(case, old) and made_by.items() <= old.items() for old in results_of(args.output)):
             continue
-        record = (compile_case(case) if isinstance(case, Case) else compile_sharded(case)) | made_by
-        print(json.dumps(record), flush=True)
+        record = compile_case(case, lowered) if isinstance(case, Case) else compile_sharded(case, lowered)
+        print(json.dumps(record | made_by), flush=True)
         if args.output:
-            add_to(args.output, case, record)
-
-
-def provenance() -> dict[str, str]:
-    """Versions, and a hash of the operators' sources but those of the other implementations."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(ops.__file__).parent.rglob("*.py")):
-        if path.name not in ("_held.py", "_chunked.py", "_reference.py"):
-            digest.update(path.read_bytes())
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-    return versions | {"sources": digest.hexdigest()[:12]}
+            add_to(args.output, case, record | made_by)
 
 
 def results_of(output: Path) -> list[dict[str, Any]]:

@@ -80,6 +80,12 @@ def check_operands(
             f"support must be [{hidden.shape[0]}, {-(-vocabulary // 8)}] uint8, one bit for each token of the head, "
             f"given {list(support.shape)}"
         )
+    if support is not None and support.dtype != jnp.uint8:
+        raise TypeError(
+            f"support must be uint8 bits, given {support.dtype}: pack it with numpy.packbits, little-endian"
+        )
+    if not _is_float(hidden):
+        raise TypeError(f"{role}hidden must be float32 or bfloat16, given {hidden.dtype}")
     for name, vector in ((f"{role}head_scale", scale), (f"{role}bias", bias)):
         if vector is not None and tuple(vector.shape) != (vocabulary,):
             raise ValueError(
@@ -87,8 +93,8 @@ def check_operands(
             )
     if (head.dtype == jnp.int8) != (scale is not None) or not (head.dtype == jnp.int8 or _is_float(head)):
         raise TypeError(
-            f"{role}head must be float32 or bfloat16, or int8 with its {role}head_scale, given {head.dtype} "
-            f"{'without' if scale is None else 'with'} a scale"
+            f"{role}head must be float32 or bfloat16, given {head.dtype} {'without' if scale is None else 'with'} a "
+            "scale: only rollout_head may be int8, with its rollout_head_scale"
         )
 
 

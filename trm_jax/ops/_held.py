@@ -7,8 +7,6 @@ the CPU compiler then makes its addends in one vectorised loop and sums them in 
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -103,15 +101,22 @@ def _sums_about_shift(
     return DivergencePartial(*sides, shift, total * (_sum(ratio, both) - moment) + gained, total * moment, lost)
 
 
-def _about_shift(policy: Array, rollout: Array, both: Array | None, shift: Array, t: float) -> Array:
-    """``(z_θ - z_roll) / t - shift``, for a shift that all shards know."""
-    x = _difference(policy, rollout) / t - shift[:, None]
+def _about_scaled_tops(
+    policy: Array, rollout: Array, both: Array | None, sides: tuple[SoftmaxPartial, SoftmaxPartial], t: float
+) -> Array:
+    """Likewise, about tops that shards have merged: these have been divided already, and rounded by it.
+
+    With a temperature, whose quotients round, ``(z_θ - z_roll) / t`` less the difference of the tops is the exact one
+    as long as these are close.
+    """
+    if t == 1.0:
+        return _about_tops(policy, rollout, both, (sides[0].top, sides[1].top), t)
+    x = _difference(policy, rollout) / t - difference_of(sides[0].top, sides[1].top)[:, None]
     return x if both is None else jnp.where(both, x, 0.0)
 
 
-def _about_tops(policy: Array, rollout: Array, both: Array | None, t: float) -> Array:
+def _about_tops(policy: Array, rollout: Array, both: Array | None, tops: tuple[Array, Array], t: float) -> Array:
     """``((z_θ - top_θ) - (z_roll - top_roll)) / t``: exact near the tops, however far apart these are."""
-    tops = _top_of_rows(policy), _top_of_rows(rollout)
     one_sided = jnp.isinf(tops[0]) | jnp.isinf(tops[1])
     a, b = (jnp.where(one_sided, 0.0, top)[:, None] for top in tops)
     x = jnp.where((policy == rollout) & (a == b), 0.0, (policy - a) - (rollout - b)) / t
@@ -172,15 +177,19 @@ def divergence_of_rows(
     both = None
     if allowed is not None or ragged:
         both = ~((policy == -jnp.inf) | (rollout == -jnp.inf))  # NaN logits must still reach the result
-    # One value for every use: fused into a use, the division would be rounded as that use has it.
-    shift = jax.lax.optimization_barrier(difference_of(policy_part.top, rollout_part.top))
-    about_shift = functools.partial(_about_shift, policy, rollout, both, t=temperature)
-    x = about_shift(shift) if axis is not None else _about_tops(policy, rollout, both, temperature)
+    if axis is None:
+        x = _about_tops(policy, rollout, both, (_top_of_rows(policy), _top_of_rows(rollout)), temperature)
+    else:  # one value for every use: fused into a use, the division would be rounded as that use has it
+        policy_part, rollout_part = jax.lax.optimization_barrier((policy_part, rollout_part))
+        x = _about_scaled_tops(policy, rollout, both, (policy_part, rollout_part), temperature)
+    shift = jnp.zeros_like(policy_part.top)
     part = _sums_about_shift(policy, rollout, x, both, (policy_part, rollout_part), shift, temperature)
     whole, policy_logps, rollout_logps = merge_divergence(part, policy_token, rollout_token, axis)
 
     difference, _ = normaliser_difference(whole)
-    d = (x if axis is None else about_shift(whole.shift)) - difference[:, None]
+    if axis is not None:
+        x = _about_scaled_tops(policy, rollout, both, (whole.policy, whole.rollout), temperature)
+    d = x - difference[:, None]
     sums = _distances(policy, rollout, d, both, whole, temperature, with_tv)
     kl, *tv = sum_over(axis, jnp.stack(sums))
     undefined = jnp.isnan(difference)

@@ -8,14 +8,15 @@ None they describe the whole vocabulary already; otherwise the shards of that me
 Maxima and the rest of the sum travel apart, because ``logsumexp`` alone has lost what the rest adds once it is below
 the rounding of the largest logit: with them, entropies and log-probs of nearly deterministic rows keep their digits.
 
-The divergence is a shifted cumulant. With ``x = (z_θ - z_roll) - shift``, ``c = E_roll[expm1(x) - x]``,
-``b = E_roll[x]`` and ``u = E_roll[expm1 x] = c + b``
+The divergence is a shifted cumulant. With ``x = (z_θ - top_θ) - (z_roll - top_roll) - shift``,
+``c = E_roll[expm1(x) - x]``, ``b = E_roll[x]`` and ``u = E_roll[expm1 x] = c + b``
 
-    ``logsumexp_θ - logsumexp_roll = shift + log1p(u)``  and  ``KL(π_roll ‖ π_θ) = log1p(u) - b = c - (u - log1p(u))``,
+    ``log_total_θ - log_total_roll = shift + log1p(u)``  and  ``KL(π_roll ‖ π_θ) = log1p(u) - b = c - (u - log1p(u))``,
 
 for any shift: ``c`` is a sum of non-negative terms and ``u - log1p(u)`` of second order, so that nothing of first order
-cancels. The shift is the difference of the two tops, which is ``x = 0`` at the most likely token, whichever token was
-sampled: a nearly deterministic row then has no large terms at all. Equal operands give exactly 0.
+cancels. Logits count from their tops, near which no difference rounds however far apart the tops are; with a shift of
+0, ``x = 0`` at the most likely token, whichever token was sampled: a nearly deterministic row then has no large terms
+at all. Equal operands give exactly 0.
 """
 
 from __future__ import annotations
@@ -79,16 +80,16 @@ class SoftmaxPartial(NamedTuple):
 
 
 class DivergencePartial(NamedTuple):
-    """Both policies' logits over some rows of the head, float32, with ``x = (z_θ - z_roll) - shift``.
+    """Both policies' logits over some rows of the head, float32; ``x = (z_θ - top_θ) - (z_roll - top_roll) - shift``.
 
     The sums are in units of ``exp(top_roll)``; in units of ``exp(top_θ)`` where the rollout has none of these rows.
 
     Attributes:
       policy: statistics of ``z_θ``.
       rollout: statistics of ``z_roll``.
-      shift: ``[N]`` near ``top_θ - top_roll``; 0 where either has none of these rows.
+      shift: ``[N]`` below 1 in absolute value; 0 where either has none of these rows.
       curvature: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)``; a token that only the policy has adds
-        ``exp(z_θ - shift - top_roll)``.
+        ``exp(z_θ - top_θ - shift)``.
       moment: ``[N]`` ``Σ exp(z_roll - top_roll) x`` over the tokens that both have.
       lost: ``[N]`` ``Σ exp(z_roll - top_roll)`` over the tokens that only the rollout has; None where there are none.
     """
@@ -198,13 +199,12 @@ def merge_divergence(
     _, policy_addends = _addends(part.policy, policy_token, tops[0])
     _, rollout_addends = _addends(part.rollout, rollout_token, tops[1])
 
-    shift = difference_of(tops[0], tops[1])
     one_sided = jnp.isneginf(part.policy.top) | jnp.isneginf(part.rollout.top)
-    step = jnp.where(one_sided, 0.0, shift - part.shift)
     rollout_gap, policy_gap = (
         jnp.where(jnp.isneginf(top), 0.0, side.top - top)
         for side, top in ((part.rollout, tops[1]), (part.policy, tops[0]))
     )
+    step = jnp.where(one_sided, 0.0, difference_of(rollout_gap, policy_gap) - part.shift)
     rollout_factor = jnp.exp(rollout_gap)
     policy_factor = jnp.exp(jnp.where(jnp.isneginf(part.rollout.top), policy_gap, rollout_gap - step))
     total = jnp.exp(part.rollout.log_total) - (0.0 if part.lost is None else part.lost)
@@ -215,12 +215,14 @@ def merge_divergence(
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)
     policy, policy_logps = _total(tops[0], *sums[0:4])
     rollout, rollout_logps = _total(tops[1], *sums[4:8])
-    whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], None if part.lost is None else sums[10])
+    whole = DivergencePartial(
+        policy, rollout, jnp.zeros_like(tops[0]), sums[8], sums[9], None if part.lost is None else sums[10]
+    )
     return whole, policy_logps, rollout_logps
 
 
 def normaliser_difference(whole: DivergencePartial) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-    """``(logsumexp_θ - logsumexp_roll - shift, KL)`` of a merged record; NaN at NaN logits.
+    """``(log_total_θ - log_total_roll - shift, KL)`` of a merged record; NaN at NaN logits.
 
     ``log1p(u)``, and the plain difference of normalisers for policies so far apart that it no longer cancels, or where
     ``u`` misses mass whose rollout probability underflowed. KL is ``+inf`` where the rollout has a token that the
@@ -228,7 +230,7 @@ def normaliser_difference(whole: DivergencePartial) -> tuple[Float[Array, " N"],
     """
     policy, rollout, growth = whole.policy, whole.rollout, whole.growth
     none = jnp.isneginf(policy.top) | jnp.isneginf(rollout.top)
-    plain = (difference_of(policy.top, rollout.top) - whole.shift) + (policy.log_total - rollout.log_total)
+    plain = (policy.log_total - rollout.log_total) - whole.shift
     plain = jnp.where(none, 0.0, plain)
     close = jnp.log1p(jnp.clip(growth, -_FAR_APART, _FAR_APART))
     far = (jnp.abs(growth) >= _FAR_APART) | (jnp.abs(close - plain) > _LOST_MASS)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
@@ -102,6 +103,23 @@ def _sweep(
     return out[:, :n]
 
 
+def _short(values: Array) -> Array:
+    """Rounded to 12 bits: products with other such numbers are exact."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32) & ~0xFFF
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _less(values: Array, unit: float, logits: Array) -> Array:
+    """``unit · values - logits`` of numbers that nearly cancel, as if the product were not rounded."""
+    if unit == 1.0:
+        return values - logits
+    high = _short(values)
+    rounded = np.float32(unit)
+    unit_high = (rounded.view(np.int32) & ~0xFFF).view(np.float32)
+    low, unit_low = values - high, rounded - unit_high
+    return (unit_high * high - logits) + (unit_high * low + unit_low * high + unit_low * low)
+
+
 def _local(tokens: Array, vocabulary: int) -> Array:
     return (tokens >= 0) & (tokens < vocabulary)
 
@@ -146,7 +164,7 @@ def divergence_statistics(
         *(policy_hidden, policy_head, policy_bias, rollout_hidden, rollout_head, rollout_scale, rollout_bias),
         *(support, tokens),
     )
-    state = (SUMS, SUBLANES)
+    state = (SUMS + 3, SUBLANES)
     out = _sweep(statistics_kernel, policies, {}, 16, "divergence_statistics", state, units, interpret, chip, blocks)
     local = _local(tokens, policy_head.shape[0])
     logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[3])
@@ -156,15 +174,16 @@ def divergence_statistics(
         with_token(out[3 * i], out[3 * i + 1], out[3 * i + 2], logits[i], here[i], near, units.unit) for i in range(2)
     )
     seen = [top > UNSEEN for top in tops]
-    shift = jnp.where(seen[0] & seen[1], out[9], 0.0)
     reference = [jnp.where(part.top == -jnp.inf, 0.0, part.top) for part in (policy, rollout)]
-    gaps = [jnp.where(s, units.unit * top, r) - r for s, top, r in zip(seen, tops, reference, strict=True)]
+    gaps = [jnp.where(s, _less(top, units.unit, r), 0.0) for s, top, r in zip(seen, tops, reference, strict=True)]
+    shift = jnp.where(seen[0] & seen[1], gaps[0] - gaps[1], 0.0)
     factor = jnp.exp(jnp.where(seen[1], gaps[1], gaps[0]))
 
     both = here[0] & here[1]
-    x = jnp.where(both, difference_of(*logits) - shift, 0.0)
-    weight = jnp.where(here[1], jnp.exp(rollout_token_logit - reference[1]), 0.0)
-    alone = jnp.exp(policy_token_logit - jnp.where(seen[1], shift + reference[1], reference[0]))
+    own_gaps = [jnp.where(h, z - r, 0.0) for h, z, r in zip(here, logits, reference, strict=True)]
+    x = jnp.where(both, own_gaps[0] - own_gaps[1] - shift, 0.0)
+    weight = jnp.where(here[1], jnp.exp(own_gaps[1]), 0.0)
+    alone = jnp.exp(own_gaps[0] - shift)
     own = jnp.where(here[0] & ~here[1], alone, weight * expm1_minus_identity(jnp.minimum(x, EXPONENT_LIMIT)))
     biased = policy_bias is not None or rollout_bias is not None
     return DivergencePartial(
@@ -189,10 +208,11 @@ def divergence_tv(
     tokens: Int[Array, " N"],
     policy_token_logit: Float[Array, " N"],
     rollout_token_logit: Float[Array, " N"],
-    shift: Float[Array, " N"],
+    policy_top: Float[Array, " N"],
+    policy_log_total: Float[Array, " N"],
+    rollout_top: Float[Array, " N"],
+    rollout_log_total: Float[Array, " N"],
     normaliser: Float[Array, " N"],
-    policy_logsumexp: Float[Array, " N"],
-    rollout_logsumexp: Float[Array, " N"],
     *,
     temperature: float,
     logit_soft_cap: float | None = None,
@@ -202,25 +222,30 @@ def divergence_tv(
 ) -> Float[Array, " N"]:
     """This shard's addend to the total variation, in one sweep.
 
-    Operands as for ``divergence_statistics``, and of the whole vocabulary: the record's ``shift``, ``normaliser``
-    ``logsumexp_θ - logsumexp_roll - shift`` (the accurate one) and both ``logsumexp``.
+    Operands as for ``divergence_statistics``, and of the whole vocabulary: both tops, both ``log_total`` and
+    ``normaliser``, the accurate difference of the latter.
     """
     units = Units(temperature, logit_soft_cap)
     policies = _Policies(
         *(policy_hidden, policy_head, policy_bias, rollout_hidden, rollout_head, rollout_scale, rollout_bias),
         *(support, tokens),
     )
-    lse_policy, lse_rollout = (jnp.where(x == -jnp.inf, 0.0, x) for x in (policy_logsumexp, rollout_logsumexp))
+    tops = [jnp.where(x == -jnp.inf, 0.0, x) for x in (policy_top, rollout_top)]
+    short = [_short(top / units.unit) if units.unit != 1.0 else top for top in tops]
+    rest = [_less(s, units.unit, top) for s, top in zip(short, tops, strict=True)]
+    totals = [(x - e) / units.unit for x, e in zip((policy_log_total, rollout_log_total), rest, strict=True)]
     rows = {
-        "shift": row_of(shift),
-        "normaliser": row_of(normaliser),
-        "policy_normaliser": row_of(lse_policy / units.unit),
-        "rollout_normaliser": row_of(lse_rollout / units.unit),
+        "policy_top": row_of(short[0]),
+        "policy_total": row_of(totals[0]),
+        "rollout_top": row_of(short[1]),
+        "rollout_total": row_of(totals[1]),
+        "normaliser": row_of(normaliser - (rest[0] - rest[1])),
     }
     out = _sweep(tv_kernel, policies, rows, 1, "divergence_tv", (SUBLANES,), units, interpret, chip, blocks)[0]
     local = _local(tokens, policy_head.shape[0])
-    p, q = jnp.exp(policy_token_logit - lse_policy), jnp.exp(rollout_token_logit - lse_rollout)
+    gaps = [z - top for z, top in zip((policy_token_logit, rollout_token_logit), tops, strict=True)]
+    p, q = jnp.exp(gaps[0] - policy_log_total), jnp.exp(gaps[1] - rollout_log_total)
     both = (policy_token_logit != -jnp.inf) & (rollout_token_logit != -jnp.inf)
-    d = jnp.where(both, difference_of(policy_token_logit, rollout_token_logit) - shift - normaliser, jnp.inf)
+    d = jnp.where(both, difference_of(*gaps) - normaliser, jnp.inf)
     own = jnp.where(jnp.abs(d) < _NEAR, q * jnp.abs(jnp.expm1(jnp.where(jnp.isinf(d), 0.0, d))), jnp.abs(p - q))
     return out + jnp.where(local, 0.5 * own, 0.0)

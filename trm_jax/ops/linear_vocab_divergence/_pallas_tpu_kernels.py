@@ -1,10 +1,12 @@
 """TPU kernels: one sweep over both heads for normalisers, entropies and KL, a second one for TV.
 
-First sweep, with ``x = (z_θ - z_roll) - (top_θ - top_roll)`` of the running tops: beside each policy's online softmax
-it sums ``E_roll[x]`` and the curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series
-for small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
-exponential. A new top moves both sums exactly, so that they end about the most likely token. Second sweep:
-``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
+First sweep, with ``x = (z_θ - ref_θ) - (z_roll - top_roll)``: beside each policy's online softmax it sums
+``E_roll[x]`` and the curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series for
+small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
+exponential. The running reference ``ref_θ`` stands at the policy's top, or off it by what a mean of ``x`` near 0 asks
+for: where that is not near 0 at the top, as of a flat policy, the curvature is much more than KL, and a series exact to
+6e-4 is not enough. A new reference moves both sums exactly. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or
+``|π_θ - π_roll|`` where those differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
 as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
@@ -104,12 +106,17 @@ class Static(NamedTuple):
             finish()
 
 
-def _difference(t: Array, r: Array, shift: Array, units: Units, exact: bool) -> Array:
-    """``(z_θ - z_roll) - shift``; equal logits differ by exactly 0 before the unit is multiplied in."""
-    d = t - r
-    if exact:  # a multiplication before the subtraction may have been fused into it
-        d = jnp.where(t == r, 0.0, d)
-    return (d if units.unit == 1.0 else d * units.unit) - shift
+def _difference(t_gap: Array, r_gap: Array, units: Units) -> Array:
+    """In logits, of logits that count from their references: these gaps are exact near them."""
+    d = t_gap - r_gap
+    return d if units.unit == 1.0 else d * units.unit
+
+
+_DRIFT = 0.5
+"""Logits that the policy's reference may stand off its top."""
+
+_OUTWEIGHS = 8.0
+"""How many times a new top's weight what was seen must have, that the reference stays off the top."""
 
 
 class _Sums(NamedTuple):
@@ -125,29 +132,43 @@ class _Sums(NamedTuple):
     def of(cls, rows: Any) -> _Sums:
         return cls(Softmax(*rows[:3]), Softmax(*rows[3:6]), *rows[6:])
 
-    def shift(self, unit: float) -> Array:
-        """In logits. A bit of the product is dropped, so that no later subtraction can take the unrounded product."""
-        gap = self.policy.top - self.rollout.top
-        if unit == 1.0:
-            return gap
-        bits = jax.lax.bitcast_convert_type(gap * unit, jnp.int32) & ~1
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
     def about(self, policy_top: Array, rollout_top: Array, units: Units) -> _Sums:
         """The same sums referred to larger tops."""
         policy, policy_factor = softmax_update(self.policy, policy_top, units.exponent)
         rollout, rollout_factor = softmax_update(self.rollout, rollout_top, units.exponent)
         unseen = (self.policy.top <= UNSEEN) | (self.rollout.top <= UNSEEN)
-        new = self._replace(policy=policy, rollout=rollout)
-        step = jnp.where(unseen, 0.0, new.shift(units.unit) - self.shift(units.unit))
+        gap = (policy_top - self.policy.top) - (rollout_top - self.rollout.top)
+        step = jnp.where(unseen, 0.0, gap * units.unit)
         shared = jnp.where(unseen, 0.0, self.rollout.total - self.lost)
         curvature, moment = moved(self.curvature, self.moment, shared, policy_factor, rollout_factor, step)
         return _Sums(policy, rollout, curvature, moment, rollout_factor * self.lost)
 
-    def merged(self, units: Units) -> _Sums:
-        """The eight sublanes as one, ``[1, tokens]``."""
+    def _centre(self, units: Units) -> Array:
+        """About the reference of the policy with which ``x`` would have a mean of 0 (log1p of the growth, nearly)."""
+        growth = (self.curvature + self.moment - self.lost) * pl.reciprocal(self.rollout.total, approx=True)
+        out: Array = self.policy.top + growth * (1.0 / units.unit)
+        return out
+
+    def outlook(self, tops: Array, units: Units) -> tuple[Array, Array]:
+        """How far off the policy's top the next tile's reference stands, and below which new top it does.
+
+        Next to a top that outweighs it, what was seen does not count; neither in policies far apart. Both are made of
+        the last tile: a reference that waited for both policies' new tops would hold up the products beside it.
+        """
+        drift = self._centre(units) - tops
+        weight = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS))
+        return jnp.where(jnp.abs(drift) < _DRIFT / units.unit, drift, 0.0), tops + weight * (1.0 / units.unit)
+
+    def merged(self, tops: Array, units: Units) -> _Sums:
+        """The eight sublanes as one, ``[1, tokens]``; ``tops`` are the policy's."""
         shape = self.lost.shape
-        policy_top, rollout_top = (jnp.max(side.top, axis=0, keepdims=True) for side in (self.policy, self.rollout))
+        policy_top, rollout_top = (jnp.max(x, axis=0, keepdims=True) for x in (tops, self.rollout.top))
+        offset = (self._centre(units) - self.rollout.top) + rollout_top - policy_top
+        near = jnp.abs(offset) < _DRIFT / units.unit
+        mass = jnp.where(near, self.rollout.total * jnp.exp2(units.exponent * (self.rollout.top - rollout_top)), 0.0)
+        pull = mass * jnp.where(near, offset, 0.0)
+        mass, pull = (jnp.sum(x, axis=0, keepdims=True) for x in (mass, pull))
+        policy_top = policy_top + pull / (1.0 + mass)
         alike = self.about(jnp.broadcast_to(policy_top, shape), jnp.broadcast_to(rollout_top, shape), units)
         sums: _Sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
         policy, rollout = sums.policy._replace(top=policy_top), sums.rollout._replace(top=rollout_top)
@@ -155,7 +176,7 @@ class _Sums(NamedTuple):
 
 
 def statistics_kernel(static: Static, *refs: Any) -> None:
-    """The first sweep: ``SUMS`` rows of merged statistics, and the shift behind them."""
+    """The first sweep: ``SUMS`` rows of merged statistics."""
     named, (out, state, held) = by_name(static.layout, refs)
     units, size = static.units, static.tiling.vocabulary
 
@@ -164,22 +185,25 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         start = softmax_start(state.shape[1:])
         for i, value in enumerate((*start, *start)):
             state[i] = value
-        state[6:] = jnp.zeros_like(state[6:])
+        state[6:SUMS] = jnp.zeros_like(state[6:SUMS])
+        for i in range(SUMS, SUMS + 3):
+            state[i] = start.top
 
     def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
         t_tile, r_tile = tiles
         tokens = named["tokens"][:, columns]
         old = _Sums.of([state[i, :, columns] for i in range(SUMS)])
-        t_top = jnp.maximum(old.policy.top, jnp.max(fold_rows(t_tile, 0, size), axis=0))
+        tops = jnp.maximum(state[SUMS, :, columns], jnp.max(fold_rows(t_tile, 0, size), axis=0))
         r_top = jnp.maximum(old.rollout.top, jnp.max(fold_rows(r_tile, 0, size), axis=0))
-        sums = old.about(t_top, r_top, units)
-        shift, rows = sums.shift(units.unit), jax.tree.leaves(sums)
+        drift, limit = state[SUMS + 1, :, columns], state[SUMS + 2, :, columns]
+        t_top = tops + jnp.where(tops < limit, drift, 0.0)
+        rows = jax.tree.leaves(old.about(t_top, r_top, units))
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
             t_gap, r_gap = (z - jnp.where(own, -MASKED, top) for z, top in ((t, t_top), (r, r_top)))  # weighs 0
             w, v = jnp.exp2(units.exponent * t_gap), jnp.exp2(units.exponent * r_gap)
-            x = _difference(t, r, shift, units, static.biased)
+            x = _difference(t_gap, r_gap, units)
             if static.biased:
                 absent = jnp.where((t <= UNSEEN) & (v > 0), v, 0.0)
                 rows[8] += jnp.sum(absent, axis=0)
@@ -190,12 +214,12 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             for i, value in ((1, w), (2, w * t_gap), (4, v), (5, v * r_gap), (6, curvature), (7, vx)):
                 rows[i] += jnp.sum(value, axis=0)
             yield
-        for i, value in enumerate(rows):
+        for i, value in enumerate((*rows, tops, *_Sums.of(rows).outlook(tops, units))):
             state[i, :, columns] = value
 
     def finish() -> None:
-        sums = _Sums.of([state[i] for i in range(SUMS)]).merged(units)
-        for i, value in enumerate((*jax.tree.leaves(sums), sums.shift(units.unit))):
+        sums = _Sums.of([state[i] for i in range(SUMS)]).merged(state[SUMS], units)
+        for i, value in enumerate(jax.tree.leaves(sums)):
             out[i : i + 1, :] = value
 
     static.sweep(named, held, step, finish)
@@ -212,13 +236,14 @@ def tv_kernel(static: Static, *refs: Any) -> None:
 
     def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
         t_tile, r_tile = tiles
-        rows = ("shift", "normaliser", "policy_normaliser", "rollout_normaliser")
-        shift, normaliser, t_norm, r_norm = (named[name][:, columns] for name in rows)
+        rows = ("policy_top", "policy_total", "rollout_top", "rollout_total", "normaliser")
+        t_top, t_total, r_top, r_total, normaliser = (named[name][:, columns] for name in rows)
         tokens, total = named["tokens"][:, columns], state[:, columns]
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
-            p, q = jnp.exp2(units.exponent * (t - t_norm)), jnp.exp2(units.exponent * (r - r_norm))
-            d = _difference(t, r, shift, units, static.biased) - normaliser
+            t_gap, r_gap = t - t_top, r - r_top
+            p, q = jnp.exp2(units.exponent * (t_gap - t_total)), jnp.exp2(units.exponent * (r_gap - r_total))
+            d = _difference(t_gap, r_gap, units) - normaliser
             gap = jnp.where(jnp.abs(d) < _TINY, q * d * (1.0 + 0.5 * d), p - q)
             total += jnp.sum(jnp.where(is_token(tokens, first, start, CHUNK), 0.0, jnp.abs(gap)), axis=0)
             yield

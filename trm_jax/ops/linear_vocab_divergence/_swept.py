@@ -61,8 +61,8 @@ def vocab_divergence_swept(
     difference, kl = normaliser_difference(whole)
     tv = None
     if with_tv:
-        logsumexps = (whole.policy.logsumexp, whole.rollout.logsumexp)
-        tv = sum_over(axis, divergence_tv(*operands, whole.shift, difference, *logsumexps, **options))
+        rows = (whole.policy.top, whole.policy.log_total, whole.rollout.top, whole.rollout.log_total)
+        tv = sum_over(axis, divergence_tv(*operands, *rows, whole.shift + difference, **options))
         tv = jnp.where(jnp.isnan(difference), jnp.nan, jnp.clip(tv, 0.0, 1.0))
     return VocabDivergence(
         policy_logps=policy_logps,
