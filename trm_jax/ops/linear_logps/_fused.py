@@ -135,7 +135,7 @@ def _linear_logps_bwd(plan: Plan, residuals: _Residuals, cotangents: LinearLogps
     def body(
         shard: Shard, rows: tuple[_Rows, LogpsSlopes], heads: tuple[Head, ...]
     ) -> tuple[Array, tuple[Array, Array | None]]:
-        # What other devices add is summed before it is rounded, but XLA sums in bfloat16 on a TPU what is rounded to it.
+        # What other devices add is summed before it is rounded; on a TPU, XLA sums in bfloat16 if that is what follows.
         dtype = jnp.dtype(jnp.float32) if shard.token_axis else head.weight.dtype
         grad_hidden, grad_weight, grad_bias = _gradients(plan, shard, *rows, heads[0], dtype)
         grad_hidden = sum_over(shard.vocab_axis, grad_hidden).astype(hidden.dtype)
