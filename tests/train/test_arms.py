@@ -135,6 +135,7 @@ def test_arms_share_a_warm_start_and_each_leaves_its_records(on_the_toy, config_
     assert out.count("warmstart 3/3") == 1
     for slug in two:
         assert result(root, slug) | {"seconds": 0} == {
+            "engine": "loop",
             "status": "complete", "reason": "", "accuracy_start": None, "accuracy_final": None,
             "evaluation_items": 0, "seconds": 0, "steps": 2, "seed": 0, "sampled_tokens": tokens_in(root, slug),
         }  # fmt: skip
