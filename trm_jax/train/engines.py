@@ -142,12 +142,9 @@ def check_engine(
       ValueError: the server is made for something else, naming the difference.
       SamplingError: there is no server within ``config.patience``.
     """
-    if config.engine == "jetstream":
-        with served(config):
-            return
-    if not config.address:
-        return
     with served(config):
+        if not config.address:
+            return
         from trm_jax.serve import check_server
 
         check_server(

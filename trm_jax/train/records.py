@@ -33,7 +33,8 @@ _MAY_DIFFER = frozenset(
         *(f"rollout.{key}" for key in ("engine", "address", "weights", "certificate", "token_file", "patience")),
     }
 )
-"""Settings with which a run may be resumed though it began with others: none of its numbers depends on them."""
+"""Settings with which a run may be resumed though it began with others: with ``batch_invariant`` numerics none of its
+numbers depends on them, elsewhere how they are rounded does."""
 
 
 def prepare_root(config: RunConfig, *, resume: bool, command: Sequence[str]) -> None:

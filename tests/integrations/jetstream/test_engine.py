@@ -145,8 +145,10 @@ def test_nothing_listens_and_nothing_but_columns_comes_to_the_host(tools, engine
 
     monkeypatch.setattr(_delivery, "np", Watched())
     rollout = engine.generate(prompts(), SamplingConfig(top_p=0.7))
-    assert rollout.hidden is not None
-    assert rollout.support is not None
+    mask = np.asarray(rollout.response_mask)
+    assert np.asarray(rollout.hidden)[mask].any(axis=-1).all()  # they were kept for every token, on the device
+    allowed = np.unpackbits(np.asarray(rollout.support), axis=-1, bitorder="little")
+    assert np.take_along_axis(allowed, np.asarray(rollout.response_tokens)[..., None], axis=-1)[mask].all()
     assert len(read) >= 6
     assert set(read) == {(4, 4 * 2 + 3)}  # slots, and the columns of a chunk of two tokens
 
