@@ -15,10 +15,11 @@ Kept: its queues, slots, threads, and how they hand requests on. Changed, each f
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
-from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from trm_jax.integrations.jetstream._exchange import WeightExchange
 from trm_jax.integrations.jetstream._library import jetstream
 from trm_jax.integrations.jetstream._pace import Pace
 from trm_jax.integrations.jetstream._state import Counters, Health, QueueFull, Unavailable
+from trm_jax.integrations.jetstream._waiting import Pending, drop_ended, gather
 from trm_jax.integrations.jetstream._work import Failure, Outstanding, Prefilled, Sample, Work
 from trm_jax.rollout import PolicyWeights, Prefix
 
@@ -36,7 +38,17 @@ __all__ = ["RolloutDriver"]
 
 _DRIVER: Any = jetstream().orchestrator.Driver
 _MOST_FAILURES = 3
-_GATHER = 0.003  # seconds that a prefill waits for company: one of few prompts makes the next calls one of few slots
+
+
+def _on_mesh(loop: Callable[[RolloutDriver, int], None]) -> Callable[[RolloutDriver, int], None]:
+    """A thread's function that compiles for the driver's mesh."""
+
+    @functools.wraps(loop)
+    def run(driver: RolloutDriver, idx: int) -> None:
+        with contextlib.nullcontext() if driver.mesh.empty else jax.set_mesh(driver.mesh):
+            loop(driver, idx)
+
+    return run
 
 
 class RolloutDriver(_DRIVER):  # type: ignore[misc]
@@ -49,6 +61,10 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
       policy: first weights.
       queue_limit: requests that may wait; 0 for any number.
       stall_seconds: a decode call that takes longer is reported as a fault; the first calls compile.
+
+    Attributes:
+      mesh: of the threads' programs; empty without one.
+      counters: what it has done so far.
     """
 
     def __init__(
@@ -65,7 +81,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         self._fault: BaseException | None = None
         self._failures = 0
         self._progress = time.monotonic()
-        self._mesh = jax.sharding.get_mesh()
+        self.mesh = jax.sharding.get_mesh()
         self._launching = threading.RLock()
         super().__init__(
             prefill_engines=[engine],
@@ -109,7 +125,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             try:
                 self.place_request_on_prefill_queue(work)
             except queue.Full:
-                self._forget_ended()
+                drop_ended(self._prefill_backlog)
                 self.place_request_on_prefill_queue(work)
         except queue.Full:
             self._outstanding.discard(work)
@@ -117,14 +133,6 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
             raise QueueFull(
                 f"{self._prefill_backlog.maxsize} requests wait already; try again later, or raise queue_limit."
             ) from None
-
-    def _forget_ended(self) -> None:
-        """Takes requests whose client has gone out of the queue: nobody shall be refused for them."""
-        backlog = self._prefill_backlog
-        with backlog.mutex:
-            waiting = [work for work in backlog.queue if work is None or not work.ended]
-            backlog.queue.clear()
-            backlog.queue.extend(waiting)
 
     def update(self, policy: PolicyWeights, *, finish_first: bool = False, timeout: float | None = None) -> None:
         """Changes the weights between two decode calls; returns when they are in use.
@@ -185,27 +193,16 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         """Ends a request whose client is gone."""
         work.fail(Failure(kind="cancelled", message="the client cancelled the request"))
 
-    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._mesh.empty else jax.set_mesh(self._mesh)
-
     # ---- prefill thread
 
+    @_on_mesh
     def _prefill_thread(self, idx: int) -> None:
-        with self._on_mesh():
-            self._prefill_until_stopped(idx)
-
-    def _prefill_until_stopped(self, idx: int) -> None:
         while self.live:
             work = self._prefill_backlog.get()
             if work is None:
                 return
             self._in_prefill = 1
-            works, last = [work], False
-            with contextlib.suppress(queue.Empty):
-                while len(works) < self._engine.slots.config.prefill_rows and not last:
-                    more = self._prefill_backlog.get(timeout=_GATHER)
-                    last = more is None
-                    works += [] if last else [more]
+            works, last = gather(self._prefill_backlog, work, self._engine.slots.config.prefill_rows)
             works = [work for work in works if not work.ended]
             if works:
                 try:
@@ -231,19 +228,16 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
 
     # ---- generate thread
 
+    @_on_mesh
     def _generate_thread(self, idx: int) -> None:
-        with self._on_mesh():
-            self._generate_until_stopped(idx)
-
-    def _generate_until_stopped(self, idx: int) -> None:
         while self.live and not self._dead:
-            pending: deque[tuple[Sample, int, Prefilled]] = deque()
+            pending = Pending()
             try:
                 self._decode_until_stopped(idx, pending)
                 return
             except BaseException as error:
                 self._failures += 1
-                self._report_failure("decoding", error, [sample.work for sample, _, _ in pending])
+                self._report_failure("decoding", error, pending.works)
                 self._put_result(idx, ("failed", error))
                 self._await_free_slots(idx)
                 if self._failures >= _MOST_FAILURES:
@@ -257,7 +251,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         while self.live and self._generate_slots[idx].qsize() < self._engine.max_concurrent_decodes:
             time.sleep(0.001)
 
-    def _decode_until_stopped(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> None:
+    def _decode_until_stopped(self, idx: int, pending: Pending) -> None:
         slots = self._generate_slots[idx]
         with self._launching:
             state = self._engine.init_decode_state()
@@ -299,7 +293,7 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
         queues = (self._prefill_backlog, self._transfer_backlogs[idx], self._generate_backlogs[idx])
         return bool(self._in_prefill) or not all(waiting.empty() for waiting in queues)
 
-    def _fetch(self, idx: int, pending: deque[tuple[Sample, int, Prefilled]]) -> bool:
+    def _fetch(self, idx: int, pending: Pending) -> bool:
         """Takes prefilled requests, waiting for one under way while slots are free; False when the thread shall end."""
         slots, backlog = self._generate_slots[idx], self._generate_backlogs[idx]
         while len(pending) < slots.qsize():
@@ -314,32 +308,20 @@ class RolloutDriver(_DRIVER):  # type: ignore[misc]
                 return False
             if isinstance(prefilled, tuple):
                 return True
-            pending.extend((s, row, prefilled) for row, work in enumerate(prefilled.works) for s in work.samples)
+            pending.add(prefilled)
         return True
 
     def _start(
-        self, state: Any, pending: deque[tuple[Sample, int, Prefilled]], slots: queue.Queue[int], *, draining: bool
+        self, state: Any, pending: Pending, slots: queue.Queue[int], *, draining: bool
     ) -> tuple[Any, list[tuple[int, Sample]]]:
         """Puts pending samples into free slots."""
         started: list[tuple[int, Sample]] = []
         while pending and not draining:
-            group = pending[0][2]
-            if (
-                group.policy is not self._exchange.box.current
-            ):  # a sample never starts from keys and values of older weights
+            group = pending.group
+            if group.policy is not self._exchange.box.current:  # no sample starts from keys and values of older weights
                 again = self._run_prompts(group.works)
                 group.prefix, group.policy = again.prefix, again.policy
-            taken: list[tuple[int, int, Sample]] = []
-            try:
-                while pending and pending[0][2] is group:
-                    if pending[0][0].work.ended:
-                        pending.popleft()
-                        continue
-                    slot = slots.get_nowait()
-                    sample, row, _ = pending.popleft()
-                    taken.append((slot, row, sample))
-            except queue.Empty:
-                draining = True  # no slot is left
+            taken, draining = pending.take(slots)
             if not taken:
                 continue
             started += [(slot, sample) for slot, _, sample in taken]
