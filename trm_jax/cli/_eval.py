@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -68,7 +67,7 @@ class Eval:
 
         from trm_jax.evaluation import EvaluationSettings, evaluation_table, open_policy, parse_task, run_evaluation
         from trm_jax.evaluation.progress import EvaluationProgress
-        from trm_jax.train import is_run, open_run
+        from trm_jax.train import is_run, open_run, run_config
 
         settings = EvaluationSettings(
             samples=self.samples,
@@ -100,7 +99,7 @@ class Eval:
                     if heldout is None:
                         raise ValueError(f"heldout: the run {self.checkpoint} was made without any (eval.prompts=0)")
                     tasks.append(heldout)
-                shots = json.loads((Path(self.checkpoint) / "config.json").read_text(encoding="utf-8"))["task"]["shots"]
+                shots = run_config(self.checkpoint).task.shots
                 if shots and self.benchmarks != ("heldout",):
                     print(
                         f"note: the {shots} worked examples of this run (task.shots) stand before its own heldout "

@@ -79,17 +79,16 @@ def _probabilities(logits: Array, whole: SoftmaxPartial, temperature: float) -> 
     return jnp.exp(logits / temperature - top[:, None] - whole.log_total[:, None])
 
 
-def _sums_about_shift(
+def _sums_about_tops(
     policy: Array,
     rollout: Array,
     x: Array,
     both: Array | None,
     sides: tuple[SoftmaxPartial, SoftmaxPartial],
-    shift: Array,
     t: float,
 ) -> DivergencePartial:
     """The record of held logits. Its curvature keeps ``u``, not the digits of KL: those come from ``_distances``."""
-    total = jnp.exp(sides[1].log_total)
+    shift, total = jnp.zeros_like(sides[0].top), jnp.exp(sides[1].log_total)
     weight = _probabilities(rollout, sides[1], t)
     ratio = weight * jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
     if both is None:
@@ -182,8 +181,7 @@ def divergence_of_rows(
     else:  # one value for every use: fused into a use, the division would be rounded as that use has it
         policy_part, rollout_part = jax.lax.optimization_barrier((policy_part, rollout_part))
         x = _about_scaled_tops(policy, rollout, both, (policy_part, rollout_part), temperature)
-    shift = jnp.zeros_like(policy_part.top)
-    part = _sums_about_shift(policy, rollout, x, both, (policy_part, rollout_part), shift, temperature)
+    part = _sums_about_tops(policy, rollout, x, both, (policy_part, rollout_part), temperature)
     whole, policy_logps, rollout_logps = merge_divergence(part, policy_token, rollout_token, axis)
 
     difference, _ = normaliser_difference(whole)

@@ -16,7 +16,7 @@ class Softmax(NamedTuple):
     """Running statistics of one policy, ``[8, tokens]`` each, in units of the kernel.
 
     Attributes:
-      top: largest logit.
+      top: largest logit, or another reference near it.
       total: ``Σ exp(z - top)``.
       moment: ``Σ exp(z - top) (r - top)``.
     """
@@ -33,7 +33,7 @@ def softmax_start(shape: tuple[int, int]) -> Softmax:
 
 
 def softmax_update(old: Softmax, top: Array, exponent: float) -> tuple[Softmax, Array]:
-    """The statistics referred to a larger top, and the factor that does so."""
+    """The statistics referred to another top, and the factor that does so."""
     gap = old.top - top
     factor = jnp.exp2(exponent * gap)
     return Softmax(top, factor * old.total, factor * (old.moment + gap * old.total)), factor

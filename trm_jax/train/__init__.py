@@ -18,6 +18,7 @@ from trm_jax.train.load import load_config as load_config
 from trm_jax.train.loop import TrainRun as TrainRun
 from trm_jax.train.opened import is_run as is_run
 from trm_jax.train.opened import open_run as open_run
+from trm_jax.train.opened import run_config as run_config
 from trm_jax.train.options import describe_options as describe_options
 from trm_jax.train.state import TrainState as TrainState
 from trm_jax.train.state import init_state as init_state

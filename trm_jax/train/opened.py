@@ -23,12 +23,25 @@ from trm_jax.train.records import read_record
 from trm_jax.train.state import init_state, make_optimizer, make_schedule
 from trm_jax.train.words import ChatTokenizer
 
-__all__ = ["is_run", "open_run"]
+__all__ = ["is_run", "open_run", "run_config"]
 
 
 def is_run(path: str | Path) -> bool:
     """Whether a directory is that of one run (an arm at a seed)."""
     return (Path(path) / "checkpoints").is_dir() and (Path(path) / "config.json").is_file()
+
+
+def run_config(directory: str | Path) -> TrainConfig:
+    """What a run was made with.
+
+    Args:
+      directory: as for ``open_run``.
+
+    Raises:
+      ValueError: a record that cannot be read.
+    """
+    config: TrainConfig = structured(read_record(Path(directory) / "config.json"), TrainConfig, "")
+    return config
 
 
 @contextlib.contextmanager
@@ -43,7 +56,7 @@ def open_run(directory: str | Path) -> Iterator[tuple[Policy, EvaluationTask | N
       CheckpointError: there is no good checkpoint.
     """
     root = Path(directory)
-    config = structured(read_record(root / "config.json"), TrainConfig, "")
+    config = run_config(root)
     with open_experiment(config) as experiment:
         step, params, weights = _restore(root, config, experiment.model)
         tokenizer = experiment.tokenizer

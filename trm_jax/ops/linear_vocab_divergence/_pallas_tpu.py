@@ -19,7 +19,7 @@ from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks, held_columns
-from trm_jax.ops.linear_vocab_divergence._pallas_tpu_kernels import SUMS, Static, statistics_kernel, tv_kernel
+from trm_jax.ops.linear_vocab_divergence._pallas_tpu_kernels import STATE, Static, statistics_kernel, tv_kernel
 
 __all__ = ["divergence_statistics", "divergence_tv"]
 
@@ -164,7 +164,7 @@ def divergence_statistics(
         *(policy_hidden, policy_head, policy_bias, rollout_hidden, rollout_head, rollout_scale, rollout_bias),
         *(support, tokens),
     )
-    state = (SUMS + 3, SUBLANES)
+    state = (STATE, SUBLANES)
     out = _sweep(statistics_kernel, policies, {}, 16, "divergence_statistics", state, units, interpret, chip, blocks)
     local = _local(tokens, policy_head.shape[0])
     logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[3])

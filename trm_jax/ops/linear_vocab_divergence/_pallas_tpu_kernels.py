@@ -27,7 +27,7 @@ from trm_jax.ops._operands import Operand, Tiling, by_name
 from trm_jax.ops._partials import moved
 from trm_jax.ops._tiles import CHUNK, LANES, MASKED, UNSEEN, Units, fold_rows, is_token, logit_tile
 
-__all__ = ["SUMS", "Static", "statistics_kernel", "tv_kernel"]
+__all__ = ["STATE", "SUMS", "Static", "statistics_kernel", "tv_kernel"]
 
 _ROUNDING = 2e-6
 """Above what rounding makes of ``w_θ - w_roll (1 + x)``, in units of ``w_roll``.
@@ -41,6 +41,9 @@ _TINY = 1 / 32
 
 SUMS = 9
 """Running sums of the first sweep, the leaves of ``_Sums``."""
+
+STATE = SUMS + 3
+"""Kept between tiles: the sums, the policy's top, and both numbers of ``outlook``."""
 
 
 class Static(NamedTuple):
@@ -133,7 +136,7 @@ class _Sums(NamedTuple):
         return cls(Softmax(*rows[:3]), Softmax(*rows[3:6]), *rows[6:])
 
     def about(self, policy_top: Array, rollout_top: Array, units: Units) -> _Sums:
-        """The same sums referred to larger tops."""
+        """The same sums referred to other references, near the tops or larger ones."""
         policy, policy_factor = softmax_update(self.policy, policy_top, units.exponent)
         rollout, rollout_factor = softmax_update(self.rollout, rollout_top, units.exponent)
         unseen = (self.policy.top <= UNSEEN) | (self.rollout.top <= UNSEEN)
@@ -186,7 +189,7 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         for i, value in enumerate((*start, *start)):
             state[i] = value
         state[6:SUMS] = jnp.zeros_like(state[6:SUMS])
-        for i in range(SUMS, SUMS + 3):
+        for i in range(SUMS, STATE):
             state[i] = start.top
 
     def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
