@@ -117,10 +117,13 @@ def check_rows(
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
 
 
-@pytest.mark.parametrize("offset", [40.0, 1000.0])
-@pytest.mark.parametrize(
+both_forms = pytest.mark.parametrize(
     "form", [{"implementation": "chunked"}, {"implementation": "pallas_tpu", "interpret": True}], ids=str
 )
+
+
+@pytest.mark.parametrize("offset", [40.0, 1000.0])
+@both_forms
 def test_an_offset_costs_no_digits(offset: float, form: dict[str, str | bool], tool: ModuleType) -> None:
     """The difference of logits 1000 apart rounds by 3e-5, a tenth of these differences."""
     rng = np.random.default_rng(0)
@@ -130,9 +133,7 @@ def test_an_offset_costs_no_digits(offset: float, form: dict[str, str | bool], t
 
 
 @pytest.mark.parametrize("moved", [0.08, 0.15])
-@pytest.mark.parametrize(
-    "form", [{"implementation": "chunked"}, {"implementation": "pallas_tpu", "interpret": True}], ids=str
-)
+@both_forms
 def test_a_likeliest_token_that_moves(moved: float, form: dict[str, str | bool], tool: ModuleType) -> None:
     """All others then stand off it by much more than they stand apart: their mean is not KL."""
     rng = np.random.default_rng(0)

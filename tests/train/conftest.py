@@ -182,3 +182,42 @@ def same_run() -> Callable[[Path, Path], None]:
         assert comparable_rows(a / "metrics.jsonl") == comparable_rows(b / "metrics.jsonl")
 
     return check
+
+
+@pytest.fixture
+def learns(
+    make_config: Callable[..., TrainConfig], make_run: Callable[..., TrainRun], tmp_path: Path, request: Any
+) -> Iterator[Callable[[str, dict[str, Any]], TrainRun]]:
+    """Runs of the module's ``BASE`` whose every step makes its updates, each in a directory of its own."""
+    runs = []
+
+    def reward(problem: Any, response: str) -> float:
+        """Hardly ever the same for all samples of a prompt, so that no update is skipped."""
+        return (sum((i + 2) * ord(c) for i, c in enumerate(response)) % 101) / 101
+
+    def make(name: str, changes: dict[str, Any]) -> TrainRun:
+        config = make_config(request.module.BASE | changes)
+        runs.append(make_run(config, directory=tmp_path / name, reward=reward))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture(scope="session")
+def go() -> Callable[..., list[dict[str, Any]]]:
+    """Runs to the end; the records without what a clock decides."""
+
+    def to_the_end(run: TrainRun, **options: Any) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        run.run(on_step=lambda step, record: records.append(record), **options)
+        return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in records]
+
+    return to_the_end
+
+
+@pytest.fixture(scope="session")
+def bits() -> Callable[[Any], list[bytes]]:
+    """Of every array in a tree."""
+    return lambda tree: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]

@@ -23,39 +23,6 @@ from trm_jax.train.records import RunRecords
 BASE = {"eval.prompts": 0, "rollout.lag": 0, "rollout.numerics": {"batch_invariant": True}}
 
 
-def without_clock(records: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in records]
-
-
-def go(run, **options) -> list[dict]:
-    records: list[dict] = []
-    run.run(on_step=lambda step, record: records.append(record), **options)
-    return without_clock(records)
-
-
-def bits(tree) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def varied(problem, response: str) -> float:
-    """Hardly ever the same for all samples of a prompt, so that no update is skipped."""
-    return (sum((i + 2) * ord(c) for i, c in enumerate(response)) % 101) / 101
-
-
-@pytest.fixture
-def learns(make_config, make_run, tmp_path):
-    """A run whose every step makes its updates, in a directory of its own."""
-    runs = []
-
-    def make(name: str, changes: dict):
-        runs.append(make_run(make_config(BASE | changes), directory=tmp_path / name, reward=varied))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
-
-
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("lacks", ["", "JetStream's driver needs google-jetstream 0.2.2"])
 def test_auto_is_jetstream_on_a_tpu_that_has_it(monkeypatch, backend, lacks):
@@ -144,7 +111,7 @@ def test_the_record_says_what_sampled_and_a_run_goes_on_with_another(tmp_path):
     [{"rollout.lag": 2}, {"rollout.max_staleness": 4}, {"rollout.top_p": 0.7, "correction.preset": "tis"}],
     ids=["in_turn", "ahead", "cut"],
 )
-def test_a_run_by_jetstreams_driver_has_the_bits_of_the_loops(learns, changes):
+def test_a_run_by_jetstreams_driver_has_the_bits_of_the_loops(learns, changes, go, bits):
     """Ahead, the driver of one thread samples while the policy learns in another."""
     pytest.importorskip("jetstream")
     loop, ours = (learns(engine, changes | {"rollout.engine": engine}) for engine in ("loop", "jetstream"))
@@ -155,7 +122,7 @@ def test_a_run_by_jetstreams_driver_has_the_bits_of_the_loops(learns, changes):
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_with_the_other_engine_to_the_same_bits(learns):
+def test_a_run_is_resumed_with_the_other_engine_to_the_same_bits(learns, go, bits):
     pytest.importorskip("jetstream")
     changes = {"rollout.max_staleness": 4, "checkpoint.every": 1}
     whole = learns("whole", changes | {"rollout.engine": "loop"})
@@ -170,7 +137,7 @@ def test_a_run_is_resumed_with_the_other_engine_to_the_same_bits(learns):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("finish_first", [False, True])
-def test_weights_change_in_flight_in_one_process_and_the_tokens_versions_tell(learns, monkeypatch, finish_first):
+def test_weights_change_in_flight_in_one_process_and_the_tokens_versions_tell(learns, monkeypatch, finish_first, go):
     pytest.importorskip("jetstream")
     generate = SlotEngine.generate
 
@@ -211,7 +178,7 @@ def test_weights_change_in_flight_in_one_process_and_the_tokens_versions_tell(le
 
 
 @pytest.mark.slow
-def test_a_driver_that_fails_ends_the_run_after_its_last_step_was_saved(learns, monkeypatch, tmp_path):
+def test_a_driver_that_fails_ends_the_run_after_its_last_step_was_saved(learns, monkeypatch, tmp_path, go):
     pytest.importorskip("jetstream")
     run = learns("fails", {"rollout.engine": "jetstream", "checkpoint.every": 10})
     generate = SlotEngine.generate

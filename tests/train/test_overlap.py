@@ -7,7 +7,6 @@ import dataclasses
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,33 +17,7 @@ from trm_jax.train.sampling import Sampler
 BASE = {"eval.prompts": 0, "rollout.lag": 0, "loss.minibatches": 1}
 
 
-def go(run, **options) -> list[dict]:
-    """Runs to the end; the records without what a clock decides."""
-    records: list[dict] = []
-    run.run(on_step=lambda step, record: records.append(record), **options)
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in records]
-
-
-def bits(tree) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def varied(problem, response: str) -> float:
-    """Hardly ever the same for all samples of a prompt, so that no update is skipped."""
-    return (sum((i + 2) * ord(c) for i, c in enumerate(response)) % 101) / 101
-
-
-@pytest.fixture
-def learns(make_config, make_run, tmp_path):
-    """A run whose every step makes its updates, in a directory of its own."""
-
-    def make(name: str, changes: dict):
-        return make_run(make_config(BASE | changes), directory=tmp_path / name, reward=varied)
-
-    return make
-
-
-def test_at_staleness_0_sampling_in_a_thread_changes_no_bit(learns, make_config):
+def test_at_staleness_0_sampling_in_a_thread_changes_no_bit(learns, make_config, go, bits):
     in_turn, apart = learns("turn", {}), learns("apart", {})
     config = make_config(BASE)
     assert config.ahead == 0
@@ -58,7 +31,7 @@ def test_at_staleness_0_sampling_in_a_thread_changes_no_bit(learns, make_config)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("minibatches", "staleness"), [(1, 2), (2, 4)])
-def test_what_runs_ahead_ends_with_the_bits_of_what_is_held_back(learns, monkeypatch, minibatches, staleness):
+def test_what_runs_ahead_ends_with_the_bits_of_what_is_held_back(learns, monkeypatch, minibatches, staleness, go, bits):
     """Two steps ahead in a thread, and two steps' updates held back in turn; whichever side is the slow one."""
     held_back = learns("back", {"rollout.lag": staleness, "loss.minibatches": minibatches})
     expected = go(held_back)
@@ -79,7 +52,7 @@ def test_what_runs_ahead_ends_with_the_bits_of_what_is_held_back(learns, monkeyp
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_while_batches_waited_ends_with_the_same_bits(learns, same_run, tmp_path):
+def test_a_run_that_was_stopped_while_batches_waited_ends_with_the_same_bits(learns, same_run, tmp_path, go, bits):
     changes = {"rollout.max_staleness": 3, "checkpoint.every": 1}
     whole = learns("whole", changes)
     expected = go(whole)
@@ -112,7 +85,7 @@ def aged(run, step: int, rows: list[int], versions: int) -> None:
     run._source.take = taken
 
 
-def test_a_group_with_a_sample_that_is_too_old_is_left_out_and_counted(learns):
+def test_a_group_with_a_sample_that_is_too_old_is_left_out_and_counted(learns, go):
     changes = {"steps": 3, "rollout.max_staleness": 1}
     plain, run = learns("plain", changes), learns("aged", changes)
     programs, seen = run._programs, []
@@ -136,14 +109,14 @@ def test_a_group_with_a_sample_that_is_too_old_is_left_out_and_counted(learns):
 
 
 @pytest.mark.slow
-def test_in_turn_no_sample_is_older_than_it_was_told_to_be(learns):
+def test_in_turn_no_sample_is_older_than_it_was_told_to_be(learns, go):
     """What the bound is when nothing runs ahead: the lag. An engine that lies about its weights is found out."""
     run = learns("lied", {"steps": 3, "rollout.lag": 1})
     aged(run, 1, [0], 1)
     assert [row["rollout/dropped_groups"] for row in go(run)] == [0.0, 1.0, 0.0]
 
 
-def test_a_step_whose_samples_are_all_too_old_leaves_the_policy_alone_and_says_so(learns):
+def test_a_step_whose_samples_are_all_too_old_leaves_the_policy_alone_and_says_so(learns, go, bits):
     run = learns("none", {"steps": 2, "rollout.max_staleness": 1})
     aged(run, 1, [0, 4], 1)
     after_first: list = []

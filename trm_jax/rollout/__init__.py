@@ -4,6 +4,7 @@ from trm_jax.rollout._config import EngineConfig as EngineConfig
 from trm_jax.rollout._config import RolloutNumerics as RolloutNumerics
 from trm_jax.rollout._config import SamplingConfig as SamplingConfig
 from trm_jax.rollout._engine import InProcessEngine as InProcessEngine
+from trm_jax.rollout._local import LocalEngine as LocalEngine
 from trm_jax.rollout._protocol import Engine as Engine
 from trm_jax.rollout._record import Recorder as Recorder
 from trm_jax.rollout._requests import Requests as Requests
@@ -24,7 +25,6 @@ from trm_jax.rollout._slots import Prefix as Prefix
 from trm_jax.rollout._slots import Recording as Recording
 from trm_jax.rollout._stop import StopStrings as StopStrings
 from trm_jax.rollout._stop import TextCodec as TextCodec
-from trm_jax.rollout._stop import check_codec as check_codec
 from trm_jax.rollout._weights import EngineWeights as EngineWeights
 from trm_jax.rollout._weights import WeightLag as WeightLag
 from trm_jax.rollout._weights import convert_weights as convert_weights

@@ -7,87 +7,34 @@ Requests wait in a queue. A free slot takes the next one: the prompt's keys and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
-from trm_jax.models import Transformer
-from trm_jax.rollout._config import EngineConfig, RolloutNumerics, SamplingConfig
+from trm_jax.rollout._config import SamplingConfig
+from trm_jax.rollout._local import LocalEngine
 from trm_jax.rollout._record import Recorder
 from trm_jax.rollout._requests import Admission, Requests
-from trm_jax.rollout._slot_engine import SlotEngine, chunk_steps
+from trm_jax.rollout._slot_engine import chunk_steps
 from trm_jax.rollout._slots import Chunk, Columns, DecodeState, PolicyWeights, idle_state
-from trm_jax.rollout._stop import StopStrings, TextCodec, check_codec
+from trm_jax.rollout._stop import StopStrings
 from trm_jax.types import PromptBatch, RolloutBatch
 
 __all__ = ["InProcessEngine"]
 
 
-class InProcessEngine:
-    """A rollout engine in the trainer's own process.
+class InProcessEngine(LocalEngine):
+    """A rollout engine in the trainer's own process: one call after the other, in an order that repeats.
 
-    Args:
-      model: the architecture (its parameters are not used; see ``update_weights``).
-      config: sizes.
-      numerics: the engine's arithmetic and weight format.
-      sampling: default sampling options.
-      eos_ids: token ids that end a response.
-      record_hidden: also return the final hidden state behind every token.
-      record_routes: also return the experts that ran at every position, prompts included.
-      record_top_logps: also return so many of the most likely tokens at every position, with their log-probs.
-      record_support: keep the tokens that could be drawn where the distribution is cut, a bit for every token of the
-        vocabulary at every position; without it such samples can be read, but not be trained on.
-      tokenizer: decodes responses where ``sampling.stop`` is to end them.
-
-    Raises:
-      ValueError: for an end token outside the vocabulary, more top tokens than it has, or routing jitter or routes of a
-        dense model.
+    Takes the arguments of ``LocalEngine``.
     """
-
-    def __init__(
-        self,
-        model: Transformer,
-        config: EngineConfig,
-        *,
-        numerics: RolloutNumerics,
-        sampling: SamplingConfig,
-        eos_ids: Iterable[int],
-        record_hidden: bool = True,
-        record_routes: bool = False,
-        record_top_logps: int = 0,
-        record_support: bool = True,
-        tokenizer: TextCodec | None = None,
-    ) -> None:
-        self._slots = SlotEngine(
-            model,
-            config,
-            numerics=numerics,
-            eos_ids=eos_ids,
-            record_hidden=record_hidden,
-            record_routes=record_routes,
-            record_top_logps=record_top_logps,
-        )
-        self._config, self._sampling, self._tokenizer = config, sampling, tokenizer
-        self._record_support = record_support
-        self._policy: PolicyWeights | None = None
-        self._version = -1
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights in use; -1 before the first ``update_weights``."""
-        return self._version
 
     def update_weights(self, version: int, params: nnx.State[Any, Any]) -> None:
         """Takes the trainer's parameters of policy ``version``, in this engine's format; float32 without a copy."""
         self._policy = self._slots.borrow(version, params)
         self._version = int(version)
-
-    def head_matrix(self) -> Float[Array, "V D"]:
-        """The output head as this engine multiplies with it, ``[V, D]`` in its compute dtype."""
-        return self._loaded().weights.head_matrix(self._slots.compute.jnp_dtype)
 
     def generate(
         self,
@@ -111,10 +58,7 @@ class InProcessEngine:
             without a tokenizer.
           RuntimeError: before the first ``update_weights``.
         """
-        policy, slots = self._loaded(), self._slots
-        sampling = self._sampling if sampling is None else sampling
-        check_codec(sampling.stop, self._tokenizer)
-        requests = Requests.of(prompts, limit=self._config.max_prompt_length, vocab_size=slots.shape.vocab_size)
+        policy, (requests, sampling) = self._loaded(), self._asked(prompts, sampling)
         run = _Run(self, policy, requests, sampling)
         while run.busy or run.waiting:
             run.start()
@@ -122,11 +66,6 @@ class InProcessEngine:
             if on_progress is not None:
                 on_progress(run.ended, int(np.sum(run.lengths)))
         return run.record.rollout(prompts.group_ids, lengths=run.lengths, finished=run.finished)
-
-    def _loaded(self) -> PolicyWeights:
-        if self._policy is None:
-            raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
-        return self._policy
 
 
 class _Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["StopStrings", "TextCodec", "check_codec"]
+__all__ = ["StopStrings", "TextCodec"]
 
 
 class TextCodec(Protocol):
@@ -16,16 +16,6 @@ class TextCodec(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``."""
-
-
-def check_codec(stop: Sequence[str], codec: TextCodec | None) -> None:
-    """Refuses stop strings that nothing can find.
-
-    Raises:
-      ValueError: there are some, and no tokenizer.
-    """
-    if stop and codec is None:
-        raise ValueError(f"stop={list(stop)} needs the tokenizer that decodes responses: pass tokenizer.")
 
 
 class StopStrings:

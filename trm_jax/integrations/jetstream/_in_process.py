@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
 from trm_jax.integrations.jetstream._driver import RolloutDriver
 from trm_jax.integrations.jetstream._engine import RolloutEngine
@@ -23,14 +22,11 @@ from trm_jax.integrations.jetstream._work import Failure, Work
 from trm_jax.models import Transformer
 from trm_jax.rollout import (
     EngineConfig,
-    PolicyWeights,
+    LocalEngine,
     Recorder,
-    Requests,
     RolloutNumerics,
     SamplingConfig,
-    SlotEngine,
     TextCodec,
-    check_codec,
 )
 from trm_jax.serve import Completion, SampleRequest, ServingError
 from trm_jax.types import PromptBatch, RolloutBatch
@@ -41,7 +37,7 @@ _LOOK = 0.5  # seconds without an answer after which the driver is asked whether
 _STOP = 30.0  # seconds that its threads are given to end
 
 
-class JetStreamEngine:
+class JetStreamEngine(LocalEngine):
     """``trm_jax.rollout.Engine`` by JetStream's driver in this process. Close it, or use ``with``.
 
     Prefill, decoding and what becomes of tokens have a thread each, so the device has its next call before the host has
@@ -55,22 +51,12 @@ class JetStreamEngine:
     faults in a row, or the death of a thread, with a fresh driver.
 
     Args:
-      model: the architecture (its parameters are not used; see ``update_weights``).
-      config: sizes.
-      numerics: the engine's arithmetic and weight format.
-      sampling: default sampling options.
-      eos_ids: token ids that end a response.
-      record_hidden: also return the final hidden state behind every token.
-      record_routes: also return the experts that ran at every position, prompts included.
-      record_top_logps: also return so many of the most likely tokens at every position, with their log-probs.
-      record_support: keep the tokens that could be drawn where the distribution is cut.
-      tokenizer: decodes responses where ``sampling.stop`` is to end them.
+      model: as the following ones, up to ``tokenizer``, of ``LocalEngine``.
       finish_first: let sequences in flight finish before weights change.
       stall_seconds: a decode call that takes longer is a fault; the first ones compile.
 
     Raises:
-      ValueError: for an end token outside the vocabulary, more top tokens than it has, or routing jitter or routes of a
-        dense model.
+      ValueError: as ``LocalEngine``.
 
     >>> import jax.numpy as jnp
     >>> from trm_jax.models import TransformerConfig
@@ -106,21 +92,21 @@ class JetStreamEngine:
         finish_first: bool = False,
         stall_seconds: float = 1800.0,
     ) -> None:
-        self._slots = SlotEngine(
+        super().__init__(
             model,
             config,
             numerics=numerics,
+            sampling=sampling,
             eos_ids=eos_ids,
             record_hidden=record_hidden,
             record_routes=record_routes,
             record_top_logps=record_top_logps,
+            record_support=record_support,
+            tokenizer=tokenizer,
         )
-        self._sampling, self._tokenizer, self._record_support = sampling, tokenizer, record_support
         self._finish_first, self._stall_seconds = finish_first, stall_seconds
-        self._policy: PolicyWeights | None = None
-        self._version = -1
         self._driver: RolloutDriver | None = None
-        self._lock = threading.Lock()  # of the three above
+        self._lock = threading.Lock()  # of policy, version and driver
         self._works: set[Work] = set()
 
     def __enter__(self) -> Self:
@@ -139,11 +125,6 @@ class JetStreamEngine:
         for work in self._works.copy():
             work.fail(Failure(kind="cancelled", message="interrupted"))
 
-    @property
-    def version(self) -> int:
-        """Policy version of the weights in use; -1 before the first ``update_weights``."""
-        return self._version
-
     def update_weights(self, version: int, params: nnx.State[Any, Any]) -> None:
         """Copies the trainer's parameters of policy ``version`` in this engine's format; returns when they are used.
 
@@ -156,10 +137,6 @@ class JetStreamEngine:
         if driver is not None:
             with contextlib.suppress(Unavailable):  # the next ``generate`` starts a driver with them, or says why not
                 driver.update(policy, finish_first=self._finish_first)
-
-    def head_matrix(self) -> Float[Array, "V D"]:
-        """The output head as this engine multiplies with it, ``[V, D]`` in its compute dtype."""
-        return self._loaded().weights.head_matrix(self._slots.compute.jnp_dtype)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig | None = None) -> RolloutBatch:
         """Answers every row of ``prompts``; neighbouring rows with one prompt share its prefill.
@@ -177,10 +154,8 @@ class JetStreamEngine:
           RuntimeError: before the first ``update_weights``.
           ServingError: the driver failed, saying how.
         """
-        sampling = self._sampling if sampling is None else sampling
-        check_codec(sampling.stop, self._tokenizer)
         config, answers = self._slots.config, queue.SimpleQueue[tuple[list[int], Completion | Failure]]()
-        requests = Requests.of(prompts, limit=config.max_prompt_length, vocab_size=self._slots.shape.vocab_size)
+        requests, sampling = self._asked(prompts, sampling)
         driver = self._running()
         record = Recorder(self._slots, requests, sampling, support=self._record_support)
         works = [
@@ -217,11 +192,6 @@ class JetStreamEngine:
                 driver.cancel(work)
         driver.rest()
         return record.rollout(prompts.group_ids, lengths=lengths, finished=finished)
-
-    def _loaded(self) -> PolicyWeights:
-        if self._policy is None:
-            raise RuntimeError("the engine has no weights yet: call update_weights(version, params) first.")
-        return self._policy
 
     def _running(self) -> RolloutDriver:
         """The driver, a fresh one when there is none or it died."""
