@@ -20,9 +20,7 @@ def near_top(top: Float[Array, " N"], token_logit: Float[Array, " N"], unit: flo
 
 
 def with_token(
-    top: Float[Array, " N"],
-    total: Float[Array, " N"],
-    moment: Float[Array, " N"],
+    rows: Float[Array, "4 N"],
     token_logit: Float[Array, " N"],
     here: Bool[Array, " N"],
     near: Bool[Array, " N"],
@@ -31,14 +29,15 @@ def with_token(
     """The record of one policy.
 
     Args:
-      top: reference of the sums, in units; ``total`` and ``moment`` are ``Σ exp(z - top)`` and ``Σ exp(z - top) (r -
-        top)`` over the other tokens.
+      rows: of the other tokens: reference ``top`` of the sums, in units, ``Σ exp(z - top)``, that less 1, and
+        ``Σ exp(z - top) (r - top)``.
       token_logit: logit of the sampled token.
       here: whether that token is one of this shard's, and in its softmax.
       near: whether that token may be the reference; of two policies both take it or neither, so that the difference of
         their tops is that of one token, or lies between those of two.
       unit: logits a unit.
     """
+    top, total, excess, moment = rows
     z = unit * top
     alone = total == 0
     # A reference up to 1 above the token may be the token itself, rounded differently.
@@ -47,8 +46,7 @@ def with_token(
     factor = jnp.where(alone, 0.0, jnp.exp(z - reference))
     gap = jnp.where(alone, 0.0, z - reference)
     own = jnp.where(here, jnp.exp(token_logit - reference), 0.0)
-    others = total * factor
-    rest = jnp.where(at_token, others, jnp.where(alone, 0.0, (others - 1.0) + own))
+    rest = jnp.where(at_token, total * factor, jnp.where(alone, 0.0, excess + own))
     whole = 1.0 + rest
     moments = factor * (unit * moment + total * gap)
     moments = moments + jnp.where(here, own * (token_logit - reference), 0.0)

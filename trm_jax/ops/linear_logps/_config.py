@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from trm_jax.ops._online_softmax import Softmax
 from trm_jax.ops._vmem import Chip, padded_bytes, pick_blocks
 
-__all__ = ["gradient_bytes", "logps_blocks", "statistics_bytes"]
+__all__ = ["STATE", "gradient_bytes", "logps_blocks", "statistics_bytes"]
+
+STATE = len(Softmax._fields)
+"""Arrays of ``[8, tokens]`` that the forward sweep keeps between tiles."""
 
 _CANDIDATES = ((1024, 512), (512, 512), (512, 256), (256, 256), (256, 128), (128, 128))
 
@@ -29,7 +33,7 @@ def statistics_bytes(
 ) -> int:
     """Vector memory of the forward sweep, term by term."""
     tiles = (2 + 2 * supported) * padded_bytes(vocabulary, tokens, 4)
-    state = 3 * padded_bytes(8, tokens, 4)
+    state = STATE * padded_bytes(8, tokens, 4)
     return _operand_bytes(tokens, vocabulary, width, hidden_itemsize, head_itemsize, supported) + tiles + state
 
 

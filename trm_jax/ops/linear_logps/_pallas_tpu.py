@@ -11,13 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._online_softmax import Softmax, softmax_finish, softmax_start, softmax_update
+from trm_jax.ops._online_softmax import Softmax, softmax_add, softmax_finish, softmax_start, softmax_update
 from trm_jax.ops._operands import Operand, Operands, Tiling, add_policy, by_name, row_of
 from trm_jax.ops._partials import SoftmaxPartial
 from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import CHUNK, LANES, SUBLANES, Units, fold_rows, is_token, logit_tile
 from trm_jax.ops._vmem import chip_of
-from trm_jax.ops.linear_logps._config import logps_blocks
+from trm_jax.ops.linear_logps._config import STATE, logps_blocks
 
 __all__ = ["logps_statistics"]
 
@@ -45,16 +45,16 @@ def _kernel(static: _Static, *refs: Any) -> None:
             columns = slice(begin, begin + static.group)
             logits = logit_tile(named, "", "", columns, static.units, j * size, static.vocabulary, ragged=ragged)
             tokens = named["tokens"][:, columns]
-            old = Softmax(*(state[i, :, columns] for i in range(3)))
+            old = Softmax(*(state[i, :, columns] for i in range(STATE)))
             top = jnp.maximum(old.top, jnp.max(fold_rows(logits, 0, size), axis=0))
-            sums, _ = softmax_update(old, top, exponent)
-            total, moment = sums.total, sums.moment
+            total = moment = jnp.zeros_like(top)
             for start in range(0, size, CHUNK):
                 gap = fold_rows(logits, start, CHUNK) - top
                 w = jnp.where(is_token(tokens, j * size, start, CHUNK), 0.0, jnp.exp2(exponent * gap))
                 total += jnp.sum(w, axis=0)
                 moment += jnp.sum(w * gap, axis=0)
-            for i, value in enumerate((top, total, moment)):
+            sums, _ = softmax_update(old, top, exponent)
+            for i, value in enumerate(softmax_add(sums, total, moment)):
                 state[i, :, columns] = value
 
     if static.vocabulary % size:
@@ -65,7 +65,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
 
     @pl.when(j == last)
     def _() -> None:
-        merged, _ = softmax_finish(Softmax(*(state[i] for i in range(3))), exponent)
+        merged = softmax_finish(Softmax(*(state[i] for i in range(STATE))), exponent)
         for i, value in enumerate(merged):
             out[i : i + 1, :] = value
 
@@ -118,7 +118,7 @@ def logps_statistics(
         grid=grid,
         in_specs=operands.specs,
         out_specs=pl.BlockSpec((SUBLANES, tiling.tokens), tiling.by_token(row=True)),
-        scratch_shapes=[pltpu.VMEM((3, SUBLANES, tiling.tokens), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((STATE, SUBLANES, tiling.tokens), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=this.vmem_bytes
         ),
@@ -130,4 +130,4 @@ def logps_statistics(
     )(*operands.arrays)[:, :n]
     here = (tokens >= 0) & (tokens < v) & (token_logit != -jnp.inf)
     near = near_top(out[0], token_logit, units.unit)
-    return with_token(out[0], out[1], out[2], token_logit, here, near, units.unit)
+    return with_token(out[:4], token_logit, here, near, units.unit)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 
+from trm_jax.ops._online_softmax import Softmax
 from trm_jax.ops._vmem import Chip, padded_bytes, pick_blocks
 
-__all__ = ["divergence_blocks", "divergence_bytes", "held_columns"]
+__all__ = ["STATE", "SUMS", "divergence_blocks", "divergence_bytes", "held_columns"]
+
+SUMS = 2 * len(Softmax._fields) + 3
+"""Running sums of the first sweep: both policies', curvature, moment and lost mass."""
+
+STATE = SUMS + 3
+"""Arrays of ``[8, tokens]`` kept between its tiles: the sums, the policy's top, and both numbers of ``outlook``."""
 
 _CANDIDATES = ((1024, 512), (512, 512), (512, 256), (256, 256), (256, 128), (128, 128))
 """Large token blocks first: the head is read from memory once for each of them."""
@@ -36,7 +43,7 @@ def divergence_bytes(
     head = sum(padded_bytes(vocabulary, d, size) for d, size in zip(widths, head_itemsizes, strict=False))
     rows = 12 * padded_bytes(1, tokens, 4) + 4 * padded_bytes(1, vocabulary, 4) + padded_bytes(16, tokens, 4)
     bits = padded_bytes(tokens, 128, 1) if supported else 0
-    state = 9 * padded_bytes(8, tokens, 4)
+    state = STATE * padded_bytes(8, tokens, 4)
     tile = padded_bytes(vocabulary, tokens, 4)
     # Both policies' logits, what the compiler spills of the epilogue, and the columns held over to the next tile.
     logits = (3 + 2 * supported) * tile + 2 * padded_bytes(vocabulary, held_columns(tokens), 4)

@@ -18,8 +18,8 @@ from trm_jax.ops._partials import EXPONENT_LIMIT, DivergencePartial, difference_
 from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units
 from trm_jax.ops._vmem import chip_of
-from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks, held_columns
-from trm_jax.ops.linear_vocab_divergence._pallas_tpu_kernels import STATE, Static, statistics_kernel, tv_kernel
+from trm_jax.ops.linear_vocab_divergence._config import STATE, divergence_blocks, held_columns
+from trm_jax.ops.linear_vocab_divergence._pallas_tpu_kernels import Static, statistics_kernel, tv_kernel
 
 __all__ = ["divergence_statistics", "divergence_tv"]
 
@@ -167,12 +167,10 @@ def divergence_statistics(
     state = (STATE, SUBLANES)
     out = _sweep(statistics_kernel, policies, {}, 16, "divergence_statistics", state, units, interpret, chip, blocks)
     local = _local(tokens, policy_head.shape[0])
-    logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[3])
+    logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[4])
     here = [local & (logit != -jnp.inf) for logit in logits]
-    near = near_top(out[0], logits[0], units.unit) & near_top(out[3], logits[1], units.unit)
-    policy, rollout = (
-        with_token(out[3 * i], out[3 * i + 1], out[3 * i + 2], logits[i], here[i], near, units.unit) for i in range(2)
-    )
+    near = near_top(out[0], logits[0], units.unit) & near_top(out[4], logits[1], units.unit)
+    policy, rollout = (with_token(out[4 * i : 4 * i + 4], logits[i], here[i], near, units.unit) for i in range(2))
     seen = [top > UNSEEN for top in tops]
     reference = [jnp.where(part.top == -jnp.inf, 0.0, part.top) for part in (policy, rollout)]
     gaps = [jnp.where(s, _less(top, units.unit, r), 0.0) for s, top, r in zip(seen, tops, reference, strict=True)]
@@ -190,9 +188,9 @@ def divergence_statistics(
         policy=policy,
         rollout=rollout,
         shift=shift,
-        curvature=factor * out[6] + own,
-        moment=factor * out[7] + weight * x,
-        lost=factor * out[8] + jnp.where(here[0], 0.0, weight) if biased else None,
+        curvature=factor * out[8] + own,
+        moment=factor * out[9] + weight * x,
+        lost=factor * out[10] + jnp.where(here[0], 0.0, weight) if biased else None,
     )
 
 

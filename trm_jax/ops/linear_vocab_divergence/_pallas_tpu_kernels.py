@@ -14,7 +14,7 @@ as the products of other token columns, the only place where the scheduler overl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from trm_jax.ops._online_softmax import Softmax, softmax_start, softmax_update
+from trm_jax.ops._online_softmax import Softmax, softmax_add, softmax_merge, softmax_start, softmax_update
 from trm_jax.ops._operands import Operand, Tiling, by_name
 from trm_jax.ops._partials import moved
 from trm_jax.ops._tiles import CHUNK, LANES, MASKED, UNSEEN, Units, fold_rows, is_token, logit_tile
+from trm_jax.ops.linear_vocab_divergence._config import STATE, SUMS
 
-__all__ = ["STATE", "SUMS", "Static", "statistics_kernel", "tv_kernel"]
+__all__ = ["Static", "statistics_kernel", "tv_kernel"]
 
 _ROUNDING = 2e-6
 """Above what rounding makes of ``w_θ - w_roll (1 + x)``, in units of ``w_roll``.
@@ -38,12 +39,6 @@ _ROUNDING = 2e-6
 
 _TINY = 1 / 32
 """Below it the second sweep takes two terms of ``expm1``, exact to 2e-4 of it; above, ``π_θ - π_roll``."""
-
-SUMS = 9
-"""Running sums of the first sweep, the leaves of ``_Sums``."""
-
-STATE = SUMS + 3
-"""Kept between tiles: the sums, the policy's top, and both numbers of ``outlook``."""
 
 
 class Static(NamedTuple):
@@ -133,7 +128,7 @@ class _Sums(NamedTuple):
 
     @classmethod
     def of(cls, rows: Any) -> _Sums:
-        return cls(Softmax(*rows[:3]), Softmax(*rows[3:6]), *rows[6:])
+        return cls(Softmax(*rows[:4]), Softmax(*rows[4:8]), *rows[8:])
 
     def about(self, policy_top: Array, rollout_top: Array, units: Units) -> _Sums:
         """The same sums referred to other references, near the tops or larger ones."""
@@ -145,6 +140,11 @@ class _Sums(NamedTuple):
         shared = jnp.where(unseen, 0.0, self.rollout.total - self.lost)
         curvature, moment = moved(self.curvature, self.moment, shared, policy_factor, rollout_factor, step)
         return _Sums(policy, rollout, curvature, moment, rollout_factor * self.lost)
+
+    def plus(self, tile: Sequence[Array]) -> _Sums:
+        """With the sums of a tile about the same references: totals and moments of both, and the last three."""
+        policy, rollout = softmax_add(self.policy, *tile[:2]), softmax_add(self.rollout, *tile[2:4])
+        return _Sums(policy, rollout, *(a + b for a, b in zip(self[2:], tile[4:], strict=True)))
 
     def _centre(self, units: Units) -> Array:
         """About the reference of the policy with which ``x`` would have a mean of 0 (log1p of the growth, nearly)."""
@@ -162,8 +162,8 @@ class _Sums(NamedTuple):
         weight = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS))
         return jnp.where(jnp.abs(drift) < _DRIFT / units.unit, drift, 0.0), tops + weight * (1.0 / units.unit)
 
-    def merged(self, tops: Array, units: Units) -> _Sums:
-        """The eight sublanes as one, ``[1, tokens]``; ``tops`` are the policy's."""
+    def merged(self, tops: Array, units: Units) -> list[Array]:
+        """The rows of the output, the eight sublanes as one; ``tops`` are the policy's."""
         shape = self.lost.shape
         policy_top, rollout_top = (jnp.max(x, axis=0, keepdims=True) for x in (tops, self.rollout.top))
         offset = (self._centre(units) - self.rollout.top) + rollout_top - policy_top
@@ -173,13 +173,14 @@ class _Sums(NamedTuple):
         mass, pull = (jnp.sum(x, axis=0, keepdims=True) for x in (mass, pull))
         policy_top = policy_top + pull / (1.0 + mass)
         alike = self.about(jnp.broadcast_to(policy_top, shape), jnp.broadcast_to(rollout_top, shape), units)
-        sums: _Sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), alike)
-        policy, rollout = sums.policy._replace(top=policy_top), sums.rollout._replace(top=rollout_top)
-        return sums._replace(policy=policy, rollout=rollout)
+        rows: list[Array] = []
+        for old, new, top in ((self.policy, alike.policy, policy_top), (self.rollout, alike.rollout, rollout_top)):
+            rows += softmax_merge(new, top, old.top == top)
+        return rows + [jnp.sum(x, axis=0, keepdims=True) for x in (alike.curvature, alike.moment, alike.lost)]
 
 
 def statistics_kernel(static: Static, *refs: Any) -> None:
-    """The first sweep: ``SUMS`` rows of merged statistics."""
+    """The first sweep: of each policy the rows of ``softmax_merge``, then the sums of both."""
     named, (out, state, held) = by_name(static.layout, refs)
     units, size = static.units, static.tiling.vocabulary
 
@@ -188,7 +189,7 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         start = softmax_start(state.shape[1:])
         for i, value in enumerate((*start, *start)):
             state[i] = value
-        state[6:SUMS] = jnp.zeros_like(state[6:SUMS])
+        state[8:SUMS] = jnp.zeros_like(state[8:SUMS])
         for i in range(SUMS, STATE):
             state[i] = start.top
 
@@ -200,7 +201,7 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         r_top = jnp.maximum(old.rollout.top, jnp.max(fold_rows(r_tile, 0, size), axis=0))
         drift, limit = state[SUMS + 1, :, columns], state[SUMS + 2, :, columns]
         t_top = tops + jnp.where(tops < limit, drift, 0.0)
-        rows = jax.tree.leaves(old.about(t_top, r_top, units))
+        rows = [jnp.zeros_like(tops)] * 7  # as in plus
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
@@ -209,20 +210,21 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             x = _difference(t_gap, r_gap, units)
             if static.biased:
                 absent = jnp.where((t <= UNSEEN) & (v > 0), v, 0.0)
-                rows[8] += jnp.sum(absent, axis=0)
+                rows[6] += jnp.sum(absent, axis=0)
                 x = jnp.where(absent > 0, 0.0, x)
             vx = v * x
             series = vx * x * (0.5 + x * (1 / 6))
             curvature = jnp.maximum(series, w - v * (x + (1.0 + _ROUNDING)))
-            for i, value in ((1, w), (2, w * t_gap), (4, v), (5, v * r_gap), (6, curvature), (7, vx)):
+            for i, value in enumerate((w, w * t_gap, v, v * r_gap, curvature, vx)):
                 rows[i] += jnp.sum(value, axis=0)
             yield
-        for i, value in enumerate((*rows, tops, *_Sums.of(rows).outlook(tops, units))):
+        sums = old.about(t_top, r_top, units).plus(rows)
+        for i, value in enumerate((*jax.tree.leaves(sums), tops, *sums.outlook(tops, units))):
             state[i, :, columns] = value
 
     def finish() -> None:
-        sums = _Sums.of([state[i] for i in range(SUMS)]).merged(state[SUMS], units)
-        for i, value in enumerate(jax.tree.leaves(sums)):
+        rows = _Sums.of([state[i] for i in range(SUMS)]).merged(state[SUMS], units)
+        for i, value in enumerate(rows):
             out[i : i + 1, :] = value
 
     static.sweep(named, held, step, finish)
