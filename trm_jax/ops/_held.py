@@ -7,7 +7,9 @@ the CPU compiler then makes its addends in one vectorised loop and sums them in 
 
 from __future__ import annotations
 
-import jax
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,9 +20,9 @@ from trm_jax.ops._partials import (
     DivergencePartial,
     SoftmaxPartial,
     TokenGap,
-    difference_of,
-    merge_divergence,
+    max_over,
     normaliser_difference,
+    softmax_of_sums,
     sum_over,
 )
 from trm_jax.types import VocabDivergence
@@ -46,94 +48,89 @@ def _owned(logits: Array, tokens: Array) -> Array:
     return (tokens >= 0) & (tokens < logits.shape[-1])
 
 
-def _top_of_rows(logits: Array) -> Array:
-    return jnp.max(logits, axis=-1, initial=-jnp.inf)
+class _Policy(NamedTuple):
+    """One policy's logits of this shard, and the largest of all shards.
+
+    Attributes:
+      logits: ``[N, V]``.
+      top: ``[N]`` of the whole vocabulary, before the temperature; NaN where it is infinite.
+      gap: ``[N, V]`` ``(logits - top) / temperature``, near 0 exact.
+    """
+
+    logits: Float[Array, "N V"]
+    top: Float[Array, " N"]
+    gap: Float[Array, "N V"]
+
+
+def _policies(logits: Sequence[Float[Array, "N V"]], temperature: float, axis: AxisName) -> list[_Policy]:
+    tops = max_over(axis, jnp.stack([jnp.max(z, axis=-1, initial=-jnp.inf) for z in logits]))
+    tops = jnp.where(tops == jnp.inf, jnp.nan, tops)  # a softmax with an infinite logit is none
+    reference = jnp.where(tops == -jnp.inf, 0.0, tops)[..., None]
+    return [
+        _Policy(z, top, _difference(z, about) / temperature)
+        for z, top, about in zip(logits, tops, reference, strict=True)
+    ]
+
+
+def _sums(policy: _Policy, tokens: Int[Array, " N"], temperature: float) -> list[Array]:
+    """What ``softmax_of_sums`` takes, of this shard.
+
+    The most likely tokens stay out of the sum that is added to 1, so that log-probs and entropies of nearly
+    deterministic rows keep their relative accuracy.
+    """
+    weight, at_top = jnp.exp(policy.gap), policy.gap == 0
+    ties = jnp.sum(at_top, axis=-1, dtype=jnp.float32)
+    moment = _sum(weight * policy.gap, weight > 0)
+    reference = jnp.where(policy.top == -jnp.inf, 0.0, policy.top)
+    token_gap = _difference(token_of_rows(policy.logits, tokens), reference) / temperature
+    return [ties, _sum(weight, ~at_top), moment, jnp.where(_owned(policy.logits, tokens), token_gap, 0.0)]
 
 
 def softmax_of_rows(
     logits: Float[Array, "N V"], tokens: Int[Array, " N"], temperature: float
 ) -> tuple[SoftmaxPartial, TokenGap]:
-    """Normaliser, mean and token of each row.
-
-    The most likely tokens stay out of the sum that is added to 1, so that log-probs and entropies of nearly
-    deterministic rows keep their relative accuracy.
-    """
-    top = _top_of_rows(logits)
-    top = jnp.where(top == jnp.inf, jnp.nan, top)  # a softmax with an infinite logit is none
-    empty = top == -jnp.inf
-    finite_top = jnp.where(empty, 0.0, top)
-    at_top = logits == finite_top[:, None]
-    gap = jnp.where(at_top, 0.0, logits - finite_top[:, None]) / temperature
-    unnormalised = jnp.exp(gap)
-    rest = _sum(unnormalised, ~at_top)
-    ties = jnp.sum(at_top, axis=-1, dtype=jnp.float32)
-    log_total = jnp.log1p(jnp.where(empty, 0.0, rest + (ties - 1.0)))
-    moment = _sum(unnormalised * gap, unnormalised > 0)
-    token_gap = _difference(token_of_rows(logits, tokens), finite_top) / temperature
-    part = SoftmaxPartial(top / temperature, log_total, moment / jnp.exp(log_total))
-    return part, TokenGap(token_gap, _owned(logits, tokens))
+    """Normaliser, mean and token of each row of this shard."""
+    (policy,) = _policies([logits], temperature, None)
+    *sums, token_gap = _sums(policy, tokens, temperature)
+    return softmax_of_sums(policy.top / temperature, *sums), TokenGap(token_gap, _owned(logits, tokens))
 
 
-def _probabilities(logits: Array, whole: SoftmaxPartial, temperature: float) -> Array:
-    top = jnp.where(whole.top == -jnp.inf, 0.0, whole.top)
-    return jnp.exp(logits / temperature - top[:, None] - whole.log_total[:, None])
-
-
-def _sums_about_tops(
-    policy: Array,
-    rollout: Array,
-    x: Array,
-    both: Array | None,
-    sides: tuple[SoftmaxPartial, SoftmaxPartial],
-    t: float,
-) -> DivergencePartial:
-    """The record of held logits. Its curvature keeps ``u``, not the digits of KL: those come from ``_distances``."""
-    shift, total = jnp.zeros_like(sides[0].top), jnp.exp(sides[1].log_total)
-    weight = _probabilities(rollout, sides[1], t)
+def _expectations(policy: _Policy, rollout: _Policy, x: Array, both: Array | None) -> list[Array]:
+    """Curvature, moment and lost mass of the record; the curvature keeps ``u``, ``_distances`` the digits of KL."""
+    weight = jnp.exp(rollout.gap)
     ratio = weight * jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
     if both is None:
         moment = _sum(weight * x, weight > 0)
-        return DivergencePartial(*sides, shift, total * (_sum(ratio, weight > 0) - moment), total * moment, None)
+        return [_sum(ratio, weight > 0) - moment, moment]
     moment = _sum(weight * x, both)
-    gained = jnp.exp(sides[0].log_total) * _sum(_probabilities(policy, sides[0], t), rollout == -jnp.inf)
-    lost = total * _sum(weight, (policy == -jnp.inf) & (weight > 0))
-    return DivergencePartial(*sides, shift, total * (_sum(ratio, both) - moment) + gained, total * moment, lost)
+    gained = _sum(jnp.exp(policy.gap), rollout.logits == -jnp.inf)
+    lost = _sum(weight, (policy.logits == -jnp.inf) & (weight > 0))
+    return [_sum(ratio, both) - moment + gained, moment, lost]
 
 
-def _about_scaled_tops(
-    policy: Array, rollout: Array, both: Array | None, sides: tuple[SoftmaxPartial, SoftmaxPartial], t: float
-) -> Array:
-    """Likewise, about tops that shards have merged: these have been divided already, and rounded by it.
-
-    With a temperature, whose quotients round, ``(z_θ - z_roll) / t`` less the difference of the tops is the exact one
-    as long as these are close.
-    """
-    if t == 1.0:
-        return _about_tops(policy, rollout, both, (sides[0].top, sides[1].top), t)
-    x = _difference(policy, rollout) / t - difference_of(sides[0].top, sides[1].top)[:, None]
-    return x if both is None else jnp.where(both, x, 0.0)
-
-
-def _about_tops(policy: Array, rollout: Array, both: Array | None, tops: tuple[Array, Array], t: float) -> Array:
+def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Array | None) -> Array:
     """``((z_θ - top_θ) - (z_roll - top_roll)) / t``: exact near the tops, however far apart these are."""
-    one_sided = jnp.isinf(tops[0]) | jnp.isinf(tops[1])
-    a, b = (jnp.where(one_sided, 0.0, top)[:, None] for top in tops)
-    x = jnp.where((policy == rollout) & (a == b), 0.0, (policy - a) - (rollout - b)) / t
+    one_sided = jnp.isinf(policy.top) | jnp.isinf(rollout.top)
+    a, b = (jnp.where(one_sided, 0.0, side.top)[:, None] for side in (policy, rollout))
+    equal = (policy.logits == rollout.logits) & (a == b)
+    x = jnp.where(equal, 0.0, (policy.logits - a) - (rollout.logits - b)) / temperature
     return x if both is None else jnp.where(both, x, 0.0)
 
 
 def _distances(
-    policy: Array, rollout: Array, d: Array, both: Array | None, whole: DivergencePartial, t: float, with_tv: bool
+    policy: _Policy, rollout: _Policy, d: Array, both: Array | None, whole: DivergencePartial, with_tv: bool
 ) -> list[Array]:
     """``Σ π_roll (expm1(d) - d)`` and ``½ Σ π_roll |expm1 d|``; far tokens by the difference of probabilities."""
-    weight = _probabilities(rollout, whole.rollout, t)
+    probability, weight = (
+        jnp.exp(side.gap - part.log_total[:, None]) for side, part in ((policy, whole.policy), (rollout, whole.rollout))
+    )
     near = d <= 1.0 if both is None else (d <= 1.0) & both
     safe = jnp.where(near, d, 0.0)
-    gap = _probabilities(policy, whole.policy, t) - weight
+    gap = probability - weight
     linear = weight * d if both is None else jnp.where(both, weight * d, 0.0)
     kl = jnp.sum(jnp.where(near, weight * expm1_minus_identity(safe), gap - linear), axis=-1)
     if both is not None:
-        lost = jnp.any((rollout > -jnp.inf) & (policy == -jnp.inf), axis=-1)
+        lost = jnp.any((rollout.logits > -jnp.inf) & (policy.logits == -jnp.inf), axis=-1)
         kl = jnp.where(lost, jnp.inf, kl)
     if not with_tv:
         return [kl]
@@ -166,34 +163,31 @@ def divergence_of_rows(
       with_tv: also the total variation.
       axis: mesh axis over which the vocabulary is sharded.
     """
-    if allowed is None:
-        policy, rollout = policy_logits, rollout_logits
-    else:
-        policy, rollout = (jnp.where(allowed, logits, -jnp.inf) for logits in (policy_logits, rollout_logits))
-    (policy_part, policy_token), (rollout_part, rollout_token) = (
-        softmax_of_rows(logits, tokens, temperature) for logits in (policy, rollout)
-    )
+    logits = [policy_logits, rollout_logits]
+    if allowed is not None:
+        logits = [jnp.where(allowed, z, -jnp.inf) for z in logits]
+    policy, rollout = _policies(logits, temperature, axis)
     both = None
-    if allowed is not None or ragged:
-        both = ~((policy == -jnp.inf) | (rollout == -jnp.inf))  # NaN logits must still reach the result
-    if axis is None:
-        x = _about_tops(policy, rollout, both, (_top_of_rows(policy), _top_of_rows(rollout)), temperature)
-    else:  # one value for every use: fused into a use, the division would be rounded as that use has it
-        policy_part, rollout_part = jax.lax.optimization_barrier((policy_part, rollout_part))
-        x = _about_scaled_tops(policy, rollout, both, (policy_part, rollout_part), temperature)
-    part = _sums_about_tops(policy, rollout, x, both, (policy_part, rollout_part), temperature)
-    whole, policy_logps, rollout_logps = merge_divergence(part, policy_token, rollout_token, axis)
-
+    if allowed is not None or ragged:  # NaN logits must still reach the result
+        both = ~((policy.logits == -jnp.inf) | (rollout.logits == -jnp.inf))
+    x = _log_ratio(policy, rollout, temperature, both)
+    addends = [*_sums(policy, tokens, temperature), *_sums(rollout, tokens, temperature)]
+    sums = sum_over(axis, jnp.stack(addends + _expectations(policy, rollout, x, both)))
+    whole = DivergencePartial(
+        policy=softmax_of_sums(policy.top / temperature, *sums[0:3]),
+        rollout=softmax_of_sums(rollout.top / temperature, *sums[4:7]),
+        shift=jnp.zeros_like(sums[0]),
+        curvature=sums[8],
+        moment=sums[9],
+        lost=None if both is None else sums[10],
+    )
     difference, _ = normaliser_difference(whole)
-    if axis is not None:
-        x = _about_scaled_tops(policy, rollout, both, (whole.policy, whole.rollout), temperature)
-    d = x - difference[:, None]
-    sums = _distances(policy, rollout, d, both, whole, temperature, with_tv)
-    kl, *tv = sum_over(axis, jnp.stack(sums))
+    distances = _distances(policy, rollout, x - difference[:, None], both, whole, with_tv)
+    kl, *tv = sum_over(axis, jnp.stack(distances))
     undefined = jnp.isnan(difference)
     return VocabDivergence(
-        policy_logps=policy_logps,
-        rollout_logps=rollout_logps,
+        policy_logps=sums[3] - whole.policy.log_total,
+        rollout_logps=sums[7] - whole.rollout.log_total,
         token_kl=jnp.where(undefined, jnp.nan, jnp.maximum(kl, 0.0)),
         token_tv=jnp.where(undefined, jnp.nan, jnp.clip(tv[0], 0.0, 1.0)) if tv else None,
         policy_entropy=whole.policy.entropy,

@@ -36,10 +36,12 @@ __all__ = [
     "SoftmaxPartial",
     "TokenGap",
     "difference_of",
+    "max_over",
     "merge_divergence",
     "merge_softmax",
     "moved",
     "normaliser_difference",
+    "softmax_of_sums",
     "sum_over",
 ]
 
@@ -128,6 +130,11 @@ def moved(
     return policy_factor * curvature + jnp.where(small, near, far), rollout_factor * (moment - step * total)
 
 
+def max_over(axis: AxisName, values: Array) -> Array:
+    """Largest over the shards of a mesh axis; the values themselves without one."""
+    return values if axis is None else jax.lax.pmax(values, axis)
+
+
 def sum_over(axis: AxisName, values: Array) -> Array:
     """Sum over the shards of a mesh axis; the values themselves without one."""
     return values if axis is None else jax.lax.psum(values, axis)
@@ -151,7 +158,7 @@ class TokenGap(NamedTuple):
 
 
 def _addends(part: SoftmaxPartial, token: TokenGap, top: Array) -> tuple[Array, list[Array]]:
-    """This shard's mass in units of ``exp(top)``, and what it adds to the sums that ``_total`` takes."""
+    """This shard's mass in units of ``exp(top)``; what it adds to the sums of ``softmax_of_sums``, and to the gap."""
     gap = part.top - jnp.where(top == -jnp.inf, 0.0, top)
     mass = jnp.exp(gap + part.log_total)
     at_top = (part.top == top) & (top > -jnp.inf)
@@ -160,10 +167,17 @@ def _addends(part: SoftmaxPartial, token: TokenGap, top: Array) -> tuple[Array, 
     return mass, [at_top.astype(jnp.float32), rest, moment, jnp.where(token.owned, token.gap + gap, 0.0)]
 
 
-def _total(top: Array, at_top: Array, rest: Array, moment: Array, token_gap: Array) -> tuple[SoftmaxPartial, Array]:
-    """The merged record and the log-probs."""
+def softmax_of_sums(top: Array, at_top: Array, rest: Array, moment: Array) -> SoftmaxPartial:
+    """The record of a softmax.
+
+    Args:
+      top: ``[N]``.
+      at_top: how often it occurs, by tokens or by shards.
+      rest: ``Σ exp(z - top)`` of all else.
+      moment: ``Σ exp(z - top) (z - top)``.
+    """
     log_total = jnp.log1p(jnp.where(top == -jnp.inf, 0.0 * rest, rest + (at_top - 1.0)))
-    return SoftmaxPartial(top, log_total, moment / jnp.exp(log_total)), token_gap - log_total
+    return SoftmaxPartial(top, log_total, moment / jnp.exp(log_total))
 
 
 def merge_softmax(part: SoftmaxPartial, token: TokenGap, axis: AxisName) -> tuple[SoftmaxPartial, Float[Array, " N"]]:
@@ -172,7 +186,9 @@ def merge_softmax(part: SoftmaxPartial, token: TokenGap, axis: AxisName) -> tupl
         return part, token.gap - part.log_total
     top = jax.lax.pmax(part.top, axis)
     _, addends = _addends(part, token, top)
-    return _total(top, *jax.lax.psum(jnp.stack(addends), axis))
+    *sums, token_gap = jax.lax.psum(jnp.stack(addends), axis)
+    whole = softmax_of_sums(top, *sums)
+    return whole, token_gap - whole.log_total
 
 
 def difference_of(a: Array, b: Array) -> Array:
@@ -213,12 +229,11 @@ def merge_divergence(
     if part.lost is not None:
         expectations.append(rollout_factor * part.lost)
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)
-    policy, policy_logps = _total(tops[0], *sums[0:4])
-    rollout, rollout_logps = _total(tops[1], *sums[4:8])
+    policy, rollout = softmax_of_sums(tops[0], *sums[0:3]), softmax_of_sums(tops[1], *sums[4:7])
     whole = DivergencePartial(
         policy, rollout, jnp.zeros_like(tops[0]), sums[8], sums[9], None if part.lost is None else sums[10]
     )
-    return whole, policy_logps, rollout_logps
+    return whole, sums[3] - policy.log_total, sums[7] - rollout.log_total
 
 
 def normaliser_difference(whole: DivergencePartial) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
