@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import re
+import importlib.util
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "s8": 1, "pred": 1}
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "tpu_aot.py"
 
 
-def collectives_of(text: str) -> dict[str, list[int]]:
-    """Bytes of every collective's result in optimised HLO, by kind; each instruction counts once."""
-    found: dict[str, list[int]] = {}
-    for line in text.splitlines():
-        match = re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(", line)
-        if match:
-            sizes = [
-                _BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
-                for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            ]
-            found.setdefault(match[2], []).append(sum(sizes))
-    return found
-
-
-@pytest.fixture(name="collectives_of")
-def _collectives_of() -> Callable[[str], dict[str, list[int]]]:
-    return collectives_of
+@pytest.fixture(scope="session")
+def collectives_of() -> Callable[[str], dict[str, list[int]]]:
+    """Of the tool that compiles for TPUs: bytes of every collective in optimised HLO."""
+    spec = importlib.util.spec_from_file_location("tpu_aot", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:  # it sets variables for the TPU compiler
+        patch.setattr("os.environ", dict(os.environ))
+        spec.loader.exec_module(module)
+    out: Callable[[str], dict[str, list[int]]] = module.collectives_of
+    return out
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_only_statistics_and_gradients_travel(
     mesh = mesh_of(data, tensor)
     rows, head = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec("tensor"))
     placed = {k: jax.device_put(x, head if k in ("head", "scale", "bias") else rows) for k, x in given.items()}
-    options = {**form, **on(mesh)}
+    options = {**form, **on(mesh), "chunk_size": 4}  # a loop of the chunked form
     shares = n // data
 
     def compiled(function: Callable[..., Any], *args: Any) -> dict[str, list[int]]:
@@ -187,7 +187,7 @@ def test_only_statistics_and_gradients_travel(
     divergence = compiled(lambda h, w, r, y: ops.linear_vocab_divergence(h, w, r, w, y, **options), h, w, r, y)
     assert list(divergence) == ["all-reduce"], divergence
     # The chunked form also sums KL: it holds the logits, and that is more accurate than the cumulant.
-    assert sum(divergence["all-reduce"]) <= 60 * shares, divergence
+    assert sum(divergence["all-reduce"]) == (52 if "interpret" in form else 56) * shares, divergence
 
     def total(h: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.sum(ops.linear_logps(h, w, y, **options).logps)

@@ -229,16 +229,43 @@ _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "s8": 1, "
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 
 
+_COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
+_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.-]+)")
+
+
 def collectives_of(text: str) -> dict[str, list[int]]:
-    """Bytes of every collective's result in optimised HLO, by kind; an instruction in a loop counts once."""
-    found: dict[str, list[int]] = {}
+    """Bytes of every collective's result in optimised HLO, by kind, as often as the program runs it.
+
+    Raises:
+      ValueError: on a collective in a loop whose number of rounds the compiler does not know.
+    """
+    runs: dict[str, int] = {}  # of each computation; a caller stands below what it calls
+    lines: dict[str, list[str]] = {}
     for line in text.splitlines():
-        if match := re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(", line):
-            sizes = [
-                _BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
-                for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            ]
-            found.setdefault(match[2], []).append(sum(sizes))
+        if header := _COMPUTATION.match(line):
+            lines[header[2]] = []
+            if header[1]:
+                runs[header[2]] = 1
+        elif lines:
+            list(lines.values())[-1].append(line)
+    found: dict[str, list[int]] = {}
+    for name in reversed(lines):
+        times = runs.get(name, 0)
+        for line in lines[name]:
+            rounds = times
+            if " while(" in line:
+                known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+                rounds = times * int(known[1]) if known else -1
+            for called in _CALLED.findall(line):
+                runs[called] = rounds if rounds < 0 else runs.get(called, 0) + rounds
+            if match := re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(", line):
+                if times < 0:
+                    raise ValueError(f"a collective in a loop of unknown length: {line.strip()[:200]}")
+                sizes = [
+                    _BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+                    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+                ]
+                found.setdefault(match[2], []).extend([sum(sizes)] * times)
     return found
 
 
