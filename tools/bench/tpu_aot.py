@@ -233,6 +233,16 @@ _COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.-]+)")
 
 
+def _rounds(loop: str, condition: list[str]) -> int:
+    """How often a loop's body runs, negative where that is not to be seen: as the compiler says, or a counter from 0,
+    as JAX's are, to a constant."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop):
+        return int(known[1])
+    text = "\n".join(condition)
+    limits = re.findall(r" constant\((\d+)\)", text)
+    return int(limits[0]) if len(limits) == 1 and "direction=LT" in text else -1
+
+
 def collectives_of(text: str) -> dict[str, list[int]]:
     """Bytes of every collective's result in optimised HLO, by kind, as often as the program runs it.
 
@@ -253,9 +263,8 @@ def collectives_of(text: str) -> dict[str, list[int]]:
         times = runs.get(name, 0)
         for line in lines[name]:
             rounds = times
-            if " while(" in line:
-                known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-                rounds = times * int(known[1]) if known else -1
+            if condition := re.search(r" while\(.*condition=%([\w.-]+)", line):
+                rounds = _rounds(line, lines[condition[1]]) * times
             for called in _CALLED.findall(line):
                 runs[called] = rounds if rounds < 0 else runs.get(called, 0) + rounds
             if match := re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(", line):

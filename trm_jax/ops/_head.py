@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-from trm_jax.checks import in_range
+from trm_jax.checks import in_range, required, shape_of
 from trm_jax.numerics import AnyArray
 
 __all__ = [
@@ -61,24 +61,26 @@ def check_operands(
 
     Raises:
       ValueError: naming what was given and what is required.
-      TypeError: an integer head without its scale, or a scale without an integer head.
+      TypeError: a list or None for an array, an integer head without its scale, or a scale without an integer head.
     """
-    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
+    required(**{f"{role}hidden": hidden, f"{role}head": head, "tokens": tokens})
+    of_hidden, of_head = shape_of(f"{role}hidden", hidden), shape_of(f"{role}head", head)
+    if len(of_hidden) != 2 or len(of_head) != 2 or of_hidden[1] != of_head[1]:
         raise ValueError(
-            f"{role}hidden must be [N, D] and {role}head [V, D] (rows are tokens), given {list(hidden.shape)} and "
-            f"{list(head.shape)}: flatten leading axes, transpose a [D, V] head"
+            f"{role}hidden must be [N, D] and {role}head [V, D] (rows are tokens), given {list(of_hidden)} and "
+            f"{list(of_head)}: flatten leading axes, transpose a [D, V] head"
         )
-    if head.shape[0] == 0:
-        raise ValueError(f"{role}head must have a row for each token, given {list(head.shape)}: pass the whole head")
-    if tuple(tokens.shape) != (hidden.shape[0],):
+    (n, _), (vocabulary, _) = of_hidden, of_head
+    if vocabulary == 0:
+        raise ValueError(f"{role}head must have a row for each token, given {list(of_head)}: pass the whole head")
+    if shape_of("tokens", tokens) != (n,):
         raise ValueError(
-            f"tokens must be [{hidden.shape[0]}], one for each row of {role}hidden, given {list(tokens.shape)}"
+            f"tokens must be [{n}], one for each row of {role}hidden, given {list(shape_of('tokens', tokens))}"
         )
-    vocabulary = head.shape[0]
-    if support is not None and tuple(support.shape) != (hidden.shape[0], -(-vocabulary // 8)):
+    if support is not None and shape_of("support", support) != (n, -(-vocabulary // 8)):
         raise ValueError(
-            f"support must be [{hidden.shape[0]}, {-(-vocabulary // 8)}] uint8, one bit for each token of the head, "
-            f"given {list(support.shape)}"
+            f"support must be [{n}, {-(-vocabulary // 8)}] uint8, one bit for each token of the head, given "
+            f"{list(shape_of('support', support))}"
         )
     if support is not None and support.dtype != jnp.uint8:
         raise TypeError(
@@ -87,9 +89,9 @@ def check_operands(
     if not _is_float(hidden):
         raise TypeError(f"{role}hidden must be float32 or bfloat16, given {hidden.dtype}")
     for name, vector in ((f"{role}head_scale", scale), (f"{role}bias", bias)):
-        if vector is not None and tuple(vector.shape) != (vocabulary,):
+        if vector is not None and shape_of(name, vector) != (vocabulary,):
             raise ValueError(
-                f"{name} must be [{vocabulary}], one for each row of {role}head, given {list(vector.shape)}"
+                f"{name} must be [{vocabulary}], one for each row of {role}head, given {list(shape_of(name, vector))}"
             )
     if (head.dtype == jnp.int8) != (scale is not None) or not (head.dtype == jnp.int8 or _is_float(head)):
         raise TypeError(
@@ -118,7 +120,7 @@ def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: 
 
     Raises:
       ValueError: one of them out of range.
-      TypeError: one of them traced.
+      TypeError: one of them traced, or a chunk of a fraction of tokens.
     """
     for name, value in (("temperature", temperature), ("logit_soft_cap", logit_soft_cap), ("chunk_size", chunk_size)):
         if isinstance(value, jax.core.Tracer):
@@ -128,6 +130,8 @@ def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: 
             )
     in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
     in_range("logit_soft_cap", logit_soft_cap, low=0.0, low_open=True, high_open=True)
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__")):
+        raise TypeError(f"chunk_size must be an integer, given {chunk_size!r}: pass the number of tokens of a chunk")
     in_range("chunk_size", chunk_size, low=1)
     return Scaling(float(temperature), None if logit_soft_cap is None else float(logit_soft_cap))
 

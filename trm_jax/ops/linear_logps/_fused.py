@@ -103,6 +103,14 @@ def _gradients(
     return out
 
 
+def _rounded(values: Array, dtype: jnp.dtype) -> Array:
+    """``values.astype(dtype)``, which the TPU compiler would move ahead of a sum over devices; not so this rounding."""
+    if values.dtype == dtype:
+        return values
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(values, kind.nexp, kind.nmant).astype(dtype)
+
+
 def _forward(plan: Plan, hidden: Array, head: Head, tokens: Array, support: Array | None) -> LinearLogps:
     def body(shard: Shard, rows: _Rows, heads: tuple[Head, ...]) -> LinearLogps:
         part, token = _statistics(plan, shard, rows, heads[0])
@@ -135,11 +143,11 @@ def _linear_logps_bwd(plan: Plan, residuals: _Residuals, cotangents: LinearLogps
     def body(
         shard: Shard, rows: tuple[_Rows, LogpsSlopes], heads: tuple[Head, ...]
     ) -> tuple[Array, tuple[Array, Array | None]]:
-        # What other devices add is summed before it is rounded; on a TPU, XLA sums in bfloat16 if that is what follows.
+        # What other devices add is summed before it is rounded.
         dtype = jnp.dtype(jnp.float32) if shard.token_axis else head.weight.dtype
         grad_hidden, grad_weight, grad_bias = _gradients(plan, shard, *rows, heads[0], dtype)
-        grad_hidden = sum_over(shard.vocab_axis, grad_hidden).astype(hidden.dtype)
-        grad_weight = sum_over(shard.token_axis, grad_weight).astype(head.weight.dtype)
+        grad_hidden = _rounded(sum_over(shard.vocab_axis, grad_hidden), hidden.dtype)
+        grad_weight = _rounded(sum_over(shard.token_axis, grad_weight), head.weight.dtype)
         if grad_bias is not None:
             grad_bias = sum_over(shard.token_axis, grad_bias)
         return grad_hidden, (grad_weight, grad_bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
@@ -13,6 +15,7 @@ from trm_jax.ops.linear_logps._types import LinearLogps
 __all__ = ["linear_logps_reference"]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def linear_logps_reference(
     hidden: Float[Array, "N D"],
     head: Head,
@@ -20,7 +23,34 @@ def linear_logps_reference(
     support: UInt8[Array, "N V8"] | None,
     scaling: Scaling,
 ) -> LinearLogps:
-    """Holds ``[N, V]`` logits; for tests and small vocabularies."""
+    """Holds ``[N, V]`` logits; for tests and small vocabularies.
+
+    A row without a cotangent takes no part in the gradients, so that NaN in one that nobody asked for stays out.
+    """
+    return _logps(hidden, head, tokens, support, scaling)
+
+
+_Residuals = tuple[Array, Head, Array, Array | None]
+
+
+def _forward(
+    hidden: Array, head: Head, tokens: Array, support: Array | None, scaling: Scaling
+) -> tuple[LinearLogps, _Residuals]:
+    return _logps(hidden, head, tokens, support, scaling), (hidden, head, tokens, support)
+
+
+def _backward(scaling: Scaling, residuals: _Residuals, cotangents: LinearLogps) -> tuple[Array, Head, None, None]:
+    hidden, head, tokens, support = residuals
+    active = functools.reduce(jnp.logical_or, (g != 0 for g in cotangents))
+    clean = jnp.where(active[:, None], hidden, 0)
+    _, pull = jax.vjp(lambda h, w: _logps(h, w, tokens, support, scaling), clean, head)
+    return *pull(cotangents), None, None
+
+
+linear_logps_reference.defvjp(_forward, _backward)
+
+
+def _logps(hidden: Array, head: Head, tokens: Array, support: Array | None, scaling: Scaling) -> LinearLogps:
     raw = head_logits(hidden, head, scaling.soft_cap) / scaling.temperature
     z = raw if support is None else jnp.where(unpack_support(support, raw.shape[1]), raw, -jnp.inf)
     possible = z != -jnp.inf
