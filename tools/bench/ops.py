@@ -16,6 +16,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import resource
 import statistics
@@ -29,7 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from trm_jax import ops
 from trm_jax.types import VocabDivergence
@@ -342,13 +345,43 @@ def main(options: Options) -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print_table(lines)
+
+
+def print_table(lines: list[dict[str, Any]]) -> None:
+    """A row a line."""
+    table = Table(
+        caption="FLOPs and bytes that the mathematics needs at least; the bound is what peak rates make of them"
+    )
+    for name in (
+        "operator",
+        "form",
+        "N, D, V",
+        "s",
+        "temporaries",
+        "GFLOP",
+        "bytes",
+        "GFLOP/s",
+        "of bound",
+        "/ naive",
+        "CPU / naive",
+    ):
+        table.add_column(name, justify="left" if name in ("operator", "form") else "right")
     for line in lines:
-        print(
-            f"{line['operator']:32s} {line['form']:10s} {line['seconds_median']:8.3f} s  "
-            f"{line['temporary_bytes'] / 2**20:8.0f} MiB  {100 * line['share_of_bound']:3.0f}% of bound  "
-            f"{line.get('time_over_naive', float('nan')):.2f}x naive, cpu "
-            f"{line.get('cpu_time_over_naive', float('nan')):.2f}x"
+        ratios = (line.get(name, math.nan) for name in ("time_over_naive", "cpu_time_over_naive"))
+        table.add_row(
+            line["operator"],
+            line["form"],
+            f"{line['tokens']}, {line['width']}, {line['vocabulary']}",
+            f"{line['seconds_median']:.3g}",
+            f"{line['temporary_bytes'] / 2**20:.0f} MiB",
+            f"{line['least_flops'] / 1e9:.0f}",
+            f"{line['least_bytes'] / 2**20:.0f} MiB",
+            f"{line['least_flops'] / line['seconds_median'] / 1e9:.0f}",
+            f"{line['share_of_bound']:.0%}",
+            *(f"{ratio:.2f}" for ratio in ratios),
         )
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":
