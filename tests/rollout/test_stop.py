@@ -37,6 +37,32 @@ def test_a_response_ends_with_the_token_that_completes_a_string(stop, chunks, ex
     assert [watch.take(chunk) for chunk in chunks] == expected
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_long_responses_are_not_decoded_again_with_each_chunk(seed):
+    """Against a decoding of everything, tokens without text among them."""
+    rng = np.random.default_rng(seed)
+    decoded = []
+
+    class Counting(Codec):
+        def decode(self, ids) -> str:
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    ids = rng.integers(0, len(PIECES), 4_000).tolist()
+    ids[500:540] = [7] * 40  # without text
+    whole = CODEC.decode(ids)
+    stop = whole[-30:-10]
+    ids_to = next(n for n in range(3_000, 4_001) if stop in CODEC.decode(ids[:n]))
+    watch, cut = StopStrings(Counting(), [stop]), None
+    for start in range(0, 4_000, 5):
+        if (cut := watch.take(ids[start : start + 5])) is not None:
+            break
+    assert start + cut == ids_to
+    assert sum(decoded) < 100 * 4_000  # 400 times as many would be decoded again with each chunk
+    watch = StopStrings(Counting(), ["ab"])
+    assert [watch.take([0]), watch.take([7] * 40), watch.take([7, 1])] == [None, None, 2]
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_an_engine_cuts_there_and_samples_the_rest_as_without(tools, top_p):
     prompts = tools.prompts(11, samples=2)

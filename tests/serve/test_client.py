@@ -94,6 +94,24 @@ def test_a_reply_that_is_too_large_is_not_asked_for_again():
     assert asked == [0]
 
 
+def test_a_request_that_brings_the_server_down_each_time_is_given_up():
+    """It was taken each time, which begins patience anew."""
+    asked = []
+
+    def generate(n: int, context: grpc.ServicerContext) -> Any:
+        asked.append(n)
+        _end_what_goes_on_for_ever(n, context)
+        return context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+
+    with (
+        answering(generate) as target,
+        RolloutClient(Connection(target=target, patience=60)) as client,
+        pytest.raises(ServingError, match=r"went away 10 times while it served the same request .*killed"),
+    ):
+        client.generate([REQUEST])
+    assert len(asked) == 10
+
+
 def test_an_answer_of_other_weights_is_not_used_and_patience_ends():
     asked = []
 

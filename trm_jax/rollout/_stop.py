@@ -18,8 +18,12 @@ class TextCodec(Protocol):
         """Text of ``ids``."""
 
 
+_MARGIN = 8
+"""Characters that the first tokens of a tail may lose: a part of a character, or the space before a word."""
+
+
 class StopStrings:
-    """Watches one growing response.
+    """Watches one growing response; decodes its tail, and all of it only where a string ends there.
 
     Args:
       codec: its tokenizer.
@@ -28,6 +32,7 @@ class StopStrings:
 
     def __init__(self, codec: TextCodec, stop: Sequence[str]) -> None:
         self._codec, self._stop, self._ids = codec, tuple(stop), list[int]()
+        self._tail = 0  # from here on, the tokens of a string that is not complete
 
     def take(self, ids: Sequence[int]) -> int | None:
         """How many of the ids that came now belong to the response: up to the one that completes a string, else None.
@@ -40,10 +45,18 @@ class StopStrings:
         """
         before = len(self._ids)
         self._ids += ids
-        if not self._ends(len(self._ids)):
+        if not self._has_stop(self._ids[self._tail :]) or not self._has_stop(self._ids):
+            self._tail = len(self._ids) - self._tail_length()
             return None
-        return next(count for count in range(1, len(ids) + 1) if self._ends(before + count))
+        return next(count for count in range(1, len(ids) + 1) if self._has_stop(self._ids[: before + count]))
 
-    def _ends(self, length: int) -> bool:
-        text = self._codec.decode(self._ids[:length])
+    def _has_stop(self, ids: Sequence[int]) -> bool:
+        text = self._codec.decode(ids)
         return any(string in text for string in self._stop)
+
+    def _tail_length(self) -> int:
+        """Tokens, from the last one on, whose text is longer than any of the strings."""
+        size, enough = _MARGIN, max(map(len, self._stop), default=0) + _MARGIN
+        while size < len(self._ids) and len(self._codec.decode(self._ids[-size:])) < enough:
+            size *= 2
+        return min(size, len(self._ids))

@@ -23,6 +23,7 @@ __all__ = ["Connection", "RolloutClient", "ServingError"]
 _Code = grpc.StatusCode
 _AWAY = (_Code.UNAVAILABLE, _Code.ABORTED)  # gone, or back with other weights than asked for
 _BUSY = (_Code.RESOURCE_EXHAUSTED, _Code.CANCELLED)  # its queue is full, or gRPC there dropped the call under a flood
+_LOSSES = 10  # times that a server may go away with a request in its hands: that request may be what brings it down
 _TOO_LARGE = "larger than max"  # what gRPC says of a message beyond either side's limit, with RESOURCE_EXHAUSTED too
 _T = TypeVar("_T")
 
@@ -112,7 +113,8 @@ class RolloutClient:
 
         Raises:
           ValueError: the server refused a request as malformed.
-          ServingError: it failed, did not come back in time, or sent something incomplete.
+          ServingError: it failed, did not come back in time, sent something incomplete, or went away ten times while
+            it served the same request.
         """
         answers: list[list[Completion]] = self._run(self._generate_all(requests))
         return answers
@@ -215,7 +217,7 @@ class RolloutClient:
 
     async def _patiently(self, call: Callable[[asyncio.Event], Awaitable[_T]], *, notify: bool = False) -> _T:
         """Calls until it is answered, or was refused for ``patience`` seconds since it was last accepted."""
-        began, wait = time.monotonic(), 0.02
+        began, wait, losses = time.monotonic(), 0.02, 0
         while True:
             asked_at, accepted = time.monotonic(), asyncio.Event()
             try:
@@ -231,6 +233,12 @@ class RolloutClient:
                     ) from error
                 if accepted.is_set():
                     began, wait = time.monotonic(), 0.02
+                    losses += code == _Code.UNAVAILABLE
+                if losses == _LOSSES:
+                    raise ServingError(
+                        f"the server at {self.connection.target} went away {losses} times while it served the same "
+                        f"request (last: {text}): see its log for what ends it, e.g. memory for max_tokens this long."
+                    ) from error
                 late = time.monotonic() - began > self.connection.patience
                 if code not in (*_AWAY, *_BUSY) or late:
                     raise ServingError(
