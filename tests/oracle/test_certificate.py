@@ -136,7 +136,7 @@ def test_limits_cover_the_truth(case):
 @pytest.mark.parametrize("confidence", [0.5, 0.8, 0.95])
 def test_limits_cover_the_truth_over_many_samples(case, confidence):
     exact, kept, n = CASES[case]
-    assert_covers(violations(exact, kept, n, confidence=confidence, runs=2000, seed=6), confidence, 2000)
+    assert_covers(violations(exact, kept, n, confidence=confidence, runs=800, seed=6), confidence, 800)
 
 
 def test_limits_tighten_with_n_and_loosen_with_confidence():
