@@ -1,11 +1,12 @@
 """TPU kernels: one sweep over both heads for normalisers, entropies and KL, a second one for TV.
 
-First sweep, with ``x = (z_θ - ref_θ) - (z_roll - top_roll)``: beside each policy's online softmax it sums
+First sweep, with ``x = (z_θ - ref_θ) - (z_roll - ref_roll)``: beside each policy's online softmax it sums
 ``E_roll[x]`` and the curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series for
 small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
-exponential. The running reference ``ref_θ`` stands at the policy's top, or off it by what a mean of ``x`` near 0 asks
-for: where that is not near 0 at the top, as of a flat policy, the curvature is much more than KL, and a series exact to
-6e-4 is not enough. A new reference moves both sums exactly. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or
+exponential. The running references stand at the tops, or one below its own by what a mean of ``x`` near 0 asks for:
+where that is not near 0 about the tops, as where a likely token of a flat policy has moved, the curvature is much more
+than KL, and a series exact to 6e-4 is not enough. New references move both sums exactly; where they stand is made of
+the last tile, and where a new top outweighs what was seen, both stand at their tops. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or
 ``|π_θ - π_roll|`` where those differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
@@ -110,11 +111,11 @@ def _difference(t_gap: Array, r_gap: Array, units: Units) -> Array:
     return d if units.unit == 1.0 else d * units.unit
 
 
-_DRIFT = 0.5
-"""Logits that the policy's reference may stand off its top."""
+_DRIFT = 8.0
+"""Logits that a reference may stand below its top."""
 
-_OUTWEIGHS = 8.0
-"""How many times a new top's weight what was seen must have, that the reference stays off the top."""
+_OUTWEIGHS = 2.0
+"""How many times a top's weight what was seen must have, that a reference leaves its top."""
 
 
 class _Sums(NamedTuple):
@@ -147,34 +148,32 @@ class _Sums(NamedTuple):
         return _Sums(policy, rollout, *(a + b for a, b in zip(self[2:], tile[4:], strict=True)))
 
     def _centre(self, units: Units) -> Array:
-        """About the reference of the policy with which ``x`` would have a mean of 0 (log1p of the growth, nearly)."""
+        """How far apart references stand with which ``x`` would have a mean of 0, nearly; NaN before any column."""
         growth = (self.curvature + self.moment - self.lost) * pl.reciprocal(self.rollout.total, approx=True)
-        out: Array = self.policy.top + growth * (1.0 / units.unit)
+        out: Array = (self.policy.top - self.rollout.top) + jnp.log(jnp.maximum(1.0 + growth, 1e-3)) * (1 / units.unit)
         return out
 
-    def outlook(self, tops: Array, units: Units) -> tuple[Array, Array]:
-        """How far off the policy's top the next tile's reference stands, and below which new top it does.
+    def outlook(self, t_max: Array, r_max: Array, units: Units) -> tuple[Array, Array, Array]:
+        """Where the next tile's references stand: the policy's below its top, the rollout's below the policy's; and
+        below which new top of the policy they do."""
+        apart = self._centre(units) - (t_max - r_max)
+        apart = jnp.where(jnp.abs(apart) < _DRIFT / units.unit, apart, 0.0)
+        weight = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS)) * (1 / units.unit) + (self.rollout.top - r_max)
+        return jnp.minimum(apart, 0.0), (t_max - r_max) + apart, t_max + weight
 
-        Next to a top that outweighs it, what was seen does not count; neither in policies far apart. Both are made of
-        the last tile: a reference that waited for both policies' new tops would hold up the products beside it.
-        """
-        drift = self._centre(units) - tops
-        weight = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS))
-        return jnp.where(jnp.abs(drift) < _DRIFT / units.unit, drift, 0.0), tops + weight * (1.0 / units.unit)
-
-    def merged(self, tops: Array, units: Units) -> list[Array]:
-        """The rows of the output, the eight sublanes as one; ``tops`` are the policy's."""
+    def merged(self, t_max: Array, r_max: Array, units: Units) -> list[Array]:
+        """The rows of the output, the eight sublanes as one."""
         shape = self.lost.shape
-        policy_top, rollout_top = (jnp.max(x, axis=0, keepdims=True) for x in (tops, self.rollout.top))
-        offset = (self._centre(units) - self.rollout.top) + rollout_top - policy_top
-        near = jnp.abs(offset) < _DRIFT / units.unit
-        mass = jnp.where(near, self.rollout.total * jnp.exp2(units.exponent * (self.rollout.top - rollout_top)), 0.0)
-        pull = mass * jnp.where(near, offset, 0.0)
-        mass, pull = (jnp.sum(x, axis=0, keepdims=True) for x in (mass, pull))
-        policy_top = policy_top + pull / (1.0 + mass)
-        alike = self.about(jnp.broadcast_to(policy_top, shape), jnp.broadcast_to(rollout_top, shape), units)
+        t_max, r_max = (jnp.max(x, axis=0, keepdims=True) for x in (t_max, r_max))
+        apart = self._centre(units) - (t_max - r_max)
+        near = jnp.abs(apart) < _DRIFT / units.unit
+        mass = jnp.where(near, self.rollout.total * jnp.exp2(units.exponent * (self.rollout.top - r_max)), 0.0)
+        mass, pull = (jnp.sum(x, axis=0, keepdims=True) for x in (mass, mass * jnp.where(near, apart, 0.0)))
+        apart = jnp.where(mass > _OUTWEIGHS, pull / jnp.maximum(mass, 1.0), 0.0)
+        tops = t_max + jnp.minimum(apart, 0.0), r_max - jnp.maximum(apart, 0.0)
+        alike = self.about(jnp.broadcast_to(tops[0], shape), jnp.broadcast_to(tops[1], shape), units)
         rows: list[Array] = []
-        for old, new, top in ((self.policy, alike.policy, policy_top), (self.rollout, alike.rollout, rollout_top)):
+        for old, new, top in ((self.policy, alike.policy, tops[0]), (self.rollout, alike.rollout, tops[1])):
             rows += softmax_merge(new, top, old.top == top)
         return rows + [jnp.sum(x, axis=0, keepdims=True) for x in (alike.curvature, alike.moment, alike.lost)]
 
@@ -190,18 +189,22 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         for i, value in enumerate((*start, *start)):
             state[i] = value
         state[8:SUMS] = jnp.zeros_like(state[8:SUMS])
-        for i in range(SUMS, STATE):
-            state[i] = start.top
+        for i, value in enumerate((start.top, start.top, start.total, start.total, start.top), SUMS):
+            state[i] = value
 
     def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
         t_tile, r_tile = tiles
         tokens = named["tokens"][:, columns]
         old = _Sums.of([state[i, :, columns] for i in range(SUMS)])
-        tops = jnp.maximum(state[SUMS, :, columns], jnp.max(fold_rows(t_tile, 0, size), axis=0))
-        r_top = jnp.maximum(old.rollout.top, jnp.max(fold_rows(r_tile, 0, size), axis=0))
-        drift, limit = state[SUMS + 1, :, columns], state[SUMS + 2, :, columns]
-        t_top = tops + jnp.where(tops < limit, drift, 0.0)
-        rows = [jnp.zeros_like(tops)] * 7  # as in plus
+        t_max, r_max, below, offset, limit = (state[i, :, columns] for i in range(SUMS, STATE))
+        t_max = jnp.maximum(t_max, jnp.max(fold_rows(t_tile, 0, size), axis=0))
+        r_max = jnp.maximum(r_max, jnp.max(fold_rows(r_tile, 0, size), axis=0))
+        # The policy's does not wait for the rollout's logits, which are the last to be there.
+        apart = t_max < limit
+        t_top = t_max + jnp.where(apart, below, 0.0)
+        least = r_max - jnp.where(apart, _DRIFT / units.unit, 0.0)
+        r_top = jnp.maximum(least, jnp.where(apart, t_top - offset, MASKED))
+        rows = [jnp.zeros_like(t_top)] * 7  # as in plus
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
@@ -219,11 +222,11 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
                 rows[i] += jnp.sum(value, axis=0)
             yield
         sums = old.about(t_top, r_top, units).plus(rows)
-        for i, value in enumerate((*jax.tree.leaves(sums), tops, *sums.outlook(tops, units))):
+        for i, value in enumerate((*jax.tree.leaves(sums), t_max, r_max, *sums.outlook(t_max, r_max, units))):
             state[i, :, columns] = value
 
     def finish() -> None:
-        rows = _Sums.of([state[i] for i in range(SUMS)]).merged(state[SUMS], units)
+        rows = _Sums.of([state[i] for i in range(SUMS)]).merged(state[SUMS], state[SUMS + 1], units)
         for i, value in enumerate(rows):
             out[i : i + 1, :] = value
 
