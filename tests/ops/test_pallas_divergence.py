@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from trm_jax.ops._partials import DivergencePartial, normaliser_difference
+from trm_jax.ops._tiles import Units
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
 
 Operands = dict[str, Any]
@@ -73,7 +74,8 @@ def kernels(
     if shared:
         given["rollout_head"] = given["policy_head"]
     given = {"policy_bias": None, "rollout_scale": None, "rollout_bias": None, "support": None, **given}
-    given |= dict(tokens=tokens, policy_token_logit=policy_logit, rollout_token_logit=rollout_logit)
+    unit = Units(temperature, cap).unit
+    given |= dict(tokens=tokens, policy_token_logit=policy_logit / unit, rollout_token_logit=rollout_logit / unit)
     static = dict(temperature=temperature, logit_soft_cap=cap, blocks=blocks, interpret=interpret)
     part = divergence_statistics(**given, **static)
     normaliser, kl = normaliser_difference(part)
@@ -87,8 +89,8 @@ def kernels(
         **static,
     )
     return part, {
-        "policy_logps": policy_logit - part.policy.top - part.policy.log_total,
-        "rollout_logps": rollout_logit - part.rollout.top - part.rollout.log_total,
+        "policy_logps": policy_logit - unit * part.policy.top - part.policy.log_total,
+        "rollout_logps": rollout_logit - unit * part.rollout.top - part.rollout.log_total,
         "token_kl": kl,
         "token_tv": tv,
         "policy_entropy": part.policy.entropy,
@@ -249,10 +251,10 @@ def test_shards_add_up() -> None:
 
     parts = [part(slice(0, 60)), part(slice(60, 140))]
     for side, z in (("policy", policy), ("rollout", rollout)):
-        whole = np.logaddexp(*(np.asarray(getattr(p, side).logsumexp) for p in parts))
+        whole = np.logaddexp(*(np.asarray(getattr(p, side).logsumexp(1.0)) for p in parts))
         np.testing.assert_allclose(whole, np.logaddexp.reduce(z, -1), rtol=1e-6)
     # Σ π_roll exp(x) is what a shard adds to the ratio of the normalisers, about its own shift.
-    weights = [np.exp(np.asarray(p.rollout.logsumexp) - np.logaddexp.reduce(rollout, -1)) for p in parts]
+    weights = [np.exp(np.asarray(p.rollout.logsumexp(1.0)) - np.logaddexp.reduce(rollout, -1)) for p in parts]
     ratio = sum(
         w * np.exp(p.policy.top - p.rollout.top + p.shift) * (1 + np.asarray(p.growth))
         for w, p in zip(weights, parts, strict=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from trm_jax.ops._tiles import Units
 from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics
 from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
 
@@ -63,9 +64,11 @@ def oracle(operands: Operands, temperature: float, cap: float | None) -> dict[st
 def kernels(operands: Operands, rows: Operands, *, gradients: bool, static: tuple[tuple[str, Any], ...]) -> Any:
     given = {"bias": None, "support": None, **operands}
     if not gradients:
-        part = logps_statistics(**given, token_logit=rows["token_logit"], **dict(static))
-        logps = rows["token_logit"] - part.top - part.log_total
-        return {"logps": logps, "logsumexp": part.logsumexp, "entropy": part.entropy}
+        options = dict(static)
+        unit = Units(options["temperature"], options["logit_soft_cap"]).unit
+        part = logps_statistics(**given, token_logit=rows["token_logit"] / unit, **options)
+        logps = rows["token_logit"] - unit * part.top - part.log_total
+        return {"logps": logps, "logsumexp": part.logsumexp(unit), "entropy": part.entropy}
     del rows["token_logit"]
     dhidden, dhead, dbias = logps_gradients(**given, **rows, hidden_grad_dtype=given["hidden"].dtype, **dict(static))
     return {"hidden": dhidden, "head": dhead} | ({} if dbias is None else {"bias": dbias})

@@ -32,8 +32,8 @@ def merged_softmax(logits: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, 
     """``(logps, logsumexp, entropy)`` through a merge of shards."""
 
     def one(z: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
-        whole, logps = merge_softmax(*softmax_of_rows(z, y, 1.0), AXIS)
-        return logps, whole.logsumexp, whole.entropy
+        whole, logps = merge_softmax(*softmax_of_rows(z, y, 1.0), 1.0, AXIS)
+        return logps, whole.logsumexp(1.0), whole.entropy
 
     out = jax.jit(jax.vmap(one, axis_name=AXIS))(by_shard(logits), local_tokens(tokens))
     for x in out:  # every shard knows the same

@@ -93,20 +93,29 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -
     )
 
 
-@functools.partial(jax.jit, static_argnames=("with_tv",))
+def _below_top(logits: Float[Array, "*S V"]) -> Float[Array, "*S V"]:
+    """``z - max z``, exact near the top; a quotient ``z / T`` would round by the size of ``z``."""
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    return jnp.where(logits == top, 0.0, logits - top)
+
+
+@functools.partial(jax.jit, static_argnames=("with_tv", "temperature"))
 def logits_divergence(
     policy_logits: Float[Array, "*S V"],
     rollout_logits: Float[Array, "*S V"],
     tokens: Int[Array, "*S"],
     *,
     with_tv: bool,
+    temperature: float = 1.0,
 ) -> VocabDivergence:
-    """``vocab_divergence`` on float32 logits that contain the temperature; the form that the fused operators share.
+    """``vocab_divergence`` on float32 logits without its checks; the specification of the fused operators too.
 
     Args:
       policy_logits: ``[..., V]`` float32; ``-inf`` marks tokens outside the support.
       rollout_logits: ``[..., V]`` float32, likewise.
       tokens: ``[...]`` sampled token ids in ``[0, V)``.
+      temperature: of both (static).
       with_tv: also the total variation, by a second pass, which makes KL more accurate as well (static).
 
     Returns:
@@ -117,18 +126,16 @@ def logits_divergence(
     >>> print(round(float(out.token_kl), 4), out.token_tv)
     0.1308 None
     """
-    policy = softmax_statistics(policy_logits, tokens)
-    rollout = softmax_statistics(rollout_logits, tokens)
+    policy_logits, rollout_logits = _below_top(policy_logits), _below_top(rollout_logits)
+    policy = softmax_statistics(policy_logits / temperature, tokens)
+    rollout = softmax_statistics(rollout_logits / temperature, tokens)
     in_policy, in_rollout = policy_logits > -jnp.inf, rollout_logits > -jnp.inf
     weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
     both = in_policy & in_rollout
     # NaN logits compare False and must still reach the result.
     both = both | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
-    # About both tops, near which neither difference rounds. Equal logits differ by exactly 0, also where the compiler
-    # turns a/T - b/T into a fused multiply-add.
-    tops_differ = jnp.max(policy_logits, axis=-1) != jnp.max(rollout_logits, axis=-1)
-    differ = both & ((policy_logits != rollout_logits) | tops_differ[..., None])
-    raw = jnp.where(differ, policy.shifted - rollout.shifted, 0.0)
+    differ = both & (policy_logits != rollout_logits)  # not so: -inf - -inf
+    raw = jnp.where(differ, policy_logits - rollout_logits, 0.0) / temperature
 
     top = jnp.argmax(jnp.where(both, weight, -1.0), axis=-1)
     shift = jnp.where(take_token(both, tokens), take_token(raw, tokens), take_token(raw, top))
@@ -208,7 +215,8 @@ def vocab_divergence(
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be integers, given dtype {tokens.dtype}: pass token ids")
     temperature = in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
-    policy = jnp.asarray(policy_logits).astype(jnp.float32) / temperature
-    rollout = jnp.asarray(rollout_logits).astype(jnp.float32) / temperature
-    out: VocabDivergence = logits_divergence(policy, rollout, jnp.asarray(tokens), with_tv=True)
+    policy, rollout = (jnp.asarray(z).astype(jnp.float32) for z in (policy_logits, rollout_logits))
+    out: VocabDivergence = logits_divergence(
+        policy, rollout, jnp.asarray(tokens), with_tv=True, temperature=temperature
+    )
     return out

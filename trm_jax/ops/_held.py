@@ -92,7 +92,7 @@ def softmax_of_rows(
     """Normaliser, mean and token of each row of this shard."""
     (policy,) = _policies([logits], temperature, None)
     *sums, token_gap = _sums(policy, tokens, temperature)
-    return softmax_of_sums(policy.top / temperature, *sums), TokenGap(token_gap, _owned(logits, tokens))
+    return softmax_of_sums(policy.top, *sums), TokenGap(token_gap, _owned(logits, tokens))
 
 
 def _expectations(policy: _Policy, rollout: _Policy, x: Array, both: Array | None) -> list[Array]:
@@ -113,7 +113,7 @@ def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Arra
     one_sided = jnp.isinf(policy.top) | jnp.isinf(rollout.top)
     a, b = (jnp.where(one_sided, 0.0, side.top)[:, None] for side in (policy, rollout))
     equal = (policy.logits == rollout.logits) & (a == b)
-    x = jnp.where(equal, 0.0, (policy.logits - a) - (rollout.logits - b)) / temperature
+    x = jnp.where(equal, 0.0, _difference(policy.logits, a) - _difference(rollout.logits, b)) / temperature
     return x if both is None else jnp.where(both, x, 0.0)
 
 
@@ -174,8 +174,8 @@ def divergence_of_rows(
     addends = [*_sums(policy, tokens, temperature), *_sums(rollout, tokens, temperature)]
     sums = sum_over(axis, jnp.stack(addends + _expectations(policy, rollout, x, both)))
     whole = DivergencePartial(
-        policy=softmax_of_sums(policy.top / temperature, *sums[0:3]),
-        rollout=softmax_of_sums(rollout.top / temperature, *sums[4:7]),
+        policy=softmax_of_sums(policy.top, *sums[0:3]),
+        rollout=softmax_of_sums(rollout.top, *sums[4:7]),
         shift=jnp.zeros_like(sums[0]),
         curvature=sums[8],
         moment=sums[9],

@@ -56,24 +56,24 @@ _SMALL_STEP = 0.1
 
 
 class SoftmaxPartial(NamedTuple):
-    """One policy's logits over some rows of the head, float32.
+    """One policy's logits over some rows of the head, float32; ``z = unit · r``.
 
+    Tops stay as they were before the temperature, whose quotients round: near them, differences of ``r`` are exact.
     A row of tokens without any logit above ``-inf`` has ``(-inf, 0, 0)``; a NaN logit makes ``log_total`` NaN.
 
     Attributes:
-      top: ``[N]`` largest logit.
-      log_total: ``[N]`` ``log Σ exp(z - top)``, at least 0.
-      mean_gap: ``[N]`` ``E[z - top]`` under the softmax of these rows, at most 0.
+      top: ``[N]`` largest ``r``, or another reference near it.
+      log_total: ``[N]`` ``log Σ exp(z - unit · top)``.
+      mean_gap: ``[N]`` ``E[z - unit · top]`` under the softmax of these rows.
     """
 
     top: Float[Array, " N"]
     log_total: Float[Array, " N"]
     mean_gap: Float[Array, " N"]
 
-    @property
-    def logsumexp(self) -> Float[Array, " N"]:
+    def logsumexp(self, unit: float) -> Float[Array, " N"]:
         """``log Σ exp z``."""
-        return self.top + self.log_total
+        return unit * self.top + self.log_total
 
     @property
     def entropy(self) -> Float[Array, " N"]:
@@ -82,14 +82,15 @@ class SoftmaxPartial(NamedTuple):
 
 
 class DivergencePartial(NamedTuple):
-    """Both policies' logits over some rows of the head, float32; ``x = (z_θ - top_θ) - (z_roll - top_roll) - shift``.
+    """Both policies' logits over some rows of the head, float32; ``x = (z_θ - top_θ) - (z_roll - top_roll) - shift``,
+    the tops in logits here.
 
     The sums are in units of ``exp(top_roll)``; in units of ``exp(top_θ)`` where the rollout has none of these rows.
 
     Attributes:
       policy: statistics of ``z_θ``.
       rollout: statistics of ``z_roll``.
-      shift: ``[N]`` below 1 in absolute value; 0 where either has none of these rows.
+      shift: ``[N]`` small; 0 where either has none of these rows.
       curvature: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)``; a token that only the policy has adds
         ``exp(z_θ - top_θ - shift)``.
       moment: ``[N]`` ``Σ exp(z_roll - top_roll) x`` over the tokens that both have.
@@ -149,7 +150,7 @@ class TokenGap(NamedTuple):
     """Where each row's own token stands in a shard.
 
     Attributes:
-      gap: ``[N]`` ``z_y - top``; ``-inf`` for a token that the head has not; anything when another shard holds it.
+      gap: ``[N]`` ``z_y - unit · top``; ``-inf`` for a token that the head has not; anything in another's shard.
       owned: ``[N]`` whether this shard holds the token.
     """
 
@@ -157,9 +158,9 @@ class TokenGap(NamedTuple):
     owned: Bool[Array, " N"]
 
 
-def _addends(part: SoftmaxPartial, token: TokenGap, top: Array) -> tuple[Array, list[Array]]:
+def _addends(part: SoftmaxPartial, token: TokenGap, top: Array, unit: float) -> tuple[Array, list[Array]]:
     """This shard's mass in units of ``exp(top)``; what it adds to the sums of ``softmax_of_sums``, and to the gap."""
-    gap = part.top - jnp.where(top == -jnp.inf, 0.0, top)
+    gap = unit * (part.top - jnp.where(top == -jnp.inf, 0.0, top))
     mass = jnp.exp(gap + part.log_total)
     at_top = (part.top == top) & (top > -jnp.inf)
     rest = jnp.where(at_top, jnp.expm1(part.log_total), mass)
@@ -180,12 +181,14 @@ def softmax_of_sums(top: Array, at_top: Array, rest: Array, moment: Array) -> So
     return SoftmaxPartial(top, log_total, moment / jnp.exp(log_total))
 
 
-def merge_softmax(part: SoftmaxPartial, token: TokenGap, axis: AxisName) -> tuple[SoftmaxPartial, Float[Array, " N"]]:
+def merge_softmax(
+    part: SoftmaxPartial, token: TokenGap, unit: float, axis: AxisName
+) -> tuple[SoftmaxPartial, Float[Array, " N"]]:
     """Statistics of the whole vocabulary and the tokens' log-probs; 20 bytes a token travel over ``axis``."""
     if axis is None:
         return part, token.gap - part.log_total
     top = jax.lax.pmax(part.top, axis)
-    _, addends = _addends(part, token, top)
+    _, addends = _addends(part, token, top, unit)
     *sums, token_gap = jax.lax.psum(jnp.stack(addends), axis)
     whole = softmax_of_sums(top, *sums)
     return whole, token_gap - whole.log_total
@@ -200,7 +203,7 @@ def difference_of(a: Array, b: Array) -> Array:
 
 
 def merge_divergence(
-    part: DivergencePartial, policy_token: TokenGap, rollout_token: TokenGap, axis: AxisName
+    part: DivergencePartial, policy_token: TokenGap, rollout_token: TokenGap, unit: float, axis: AxisName
 ) -> tuple[DivergencePartial, Float[Array, " N"], Float[Array, " N"]]:
     """Statistics of the whole vocabulary and both policies' log-probs of the tokens.
 
@@ -212,17 +215,18 @@ def merge_divergence(
         )
         return part, policy_logps, rollout_logps
     tops = jax.lax.pmax(jnp.stack([part.policy.top, part.rollout.top]), axis)
-    _, policy_addends = _addends(part.policy, policy_token, tops[0])
-    _, rollout_addends = _addends(part.rollout, rollout_token, tops[1])
+    _, policy_addends = _addends(part.policy, policy_token, tops[0], unit)
+    _, rollout_addends = _addends(part.rollout, rollout_token, tops[1], unit)
 
     one_sided = jnp.isneginf(part.policy.top) | jnp.isneginf(part.rollout.top)
     rollout_gap, policy_gap = (
         jnp.where(jnp.isneginf(top), 0.0, side.top - top)
         for side, top in ((part.rollout, tops[1]), (part.policy, tops[0]))
     )
-    step = jnp.where(one_sided, 0.0, difference_of(rollout_gap, policy_gap) - part.shift)
-    rollout_factor = jnp.exp(rollout_gap)
-    policy_factor = jnp.exp(jnp.where(jnp.isneginf(part.rollout.top), policy_gap, rollout_gap - step))
+    step = jnp.where(one_sided, 0.0, unit * difference_of(rollout_gap, policy_gap) - part.shift)
+    rollout_factor = jnp.exp(unit * rollout_gap)
+    gap = jnp.where(jnp.isneginf(part.rollout.top), unit * policy_gap, unit * rollout_gap - step)
+    policy_factor = jnp.exp(gap)
     total = jnp.exp(part.rollout.log_total) - (0.0 if part.lost is None else part.lost)
     total = jnp.where(one_sided, 0.0, total)
     expectations = [*moved(part.curvature, part.moment, total, policy_factor, rollout_factor, step)]

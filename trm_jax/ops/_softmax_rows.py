@@ -1,4 +1,4 @@
-"""From what a kernel sums to the record of a shard: units taken out, the sampled token put back.
+"""From what a kernel sums to the record of a shard: the sampled token put back.
 
 Kernels leave the sampled token out of their sums. Where it is the most likely one, the sum of the others then keeps its
 digits however small it is, and log-prob and entropy of a nearly deterministic row do too.
@@ -16,7 +16,7 @@ __all__ = ["near_top", "with_token"]
 
 def near_top(top: Float[Array, " N"], token_logit: Float[Array, " N"], unit: float) -> Bool[Array, " N"]:
     """Whether the token's logit is at most 1 below the reference of the sums: then it can be the reference itself."""
-    return token_logit >= unit * top - 1.0
+    return unit * (token_logit - top) >= -1.0
 
 
 def with_token(
@@ -29,28 +29,26 @@ def with_token(
     """The record of one policy.
 
     Args:
-      rows: of the other tokens: reference ``top`` of the sums, in units, ``Σ exp(z - top)``, that less 1, and
-        ``Σ exp(z - top) (r - top)``.
-      token_logit: logit of the sampled token.
+      rows: of the other tokens: reference ``top`` of the sums, ``Σ exp(z - top)``, that less 1, and ``Σ exp(z - top) (r
+        - top)``; ``z = unit · r``, and ``r`` and ``top`` are in units of the kernel.
+      token_logit: of the sampled token, in units too.
       here: whether that token is one of this shard's, and in its softmax.
       near: whether that token may be the reference; of two policies both take it or neither, so that the difference of
         their tops is that of one token, or lies between those of two.
       unit: logits a unit.
     """
     top, total, excess, moment = rows
-    z = unit * top
     alone = total == 0
     # A reference up to 1 above the token may be the token itself, rounded differently.
     at_token = here & (alone | near)
-    reference = jnp.where(at_token, token_logit, jnp.where(alone, 0.0, z))
-    factor = jnp.where(alone, 0.0, jnp.exp(z - reference))
-    gap = jnp.where(alone, 0.0, z - reference)
-    own = jnp.where(here, jnp.exp(token_logit - reference), 0.0)
+    reference = jnp.where(at_token, token_logit, jnp.where(alone, 0.0, top))
+    gap = jnp.where(alone, 0.0, unit * (top - reference))
+    factor = jnp.where(alone, 0.0, jnp.exp(gap))
+    own_gap = jnp.where(here, unit * (token_logit - reference), 0.0)
+    own = jnp.where(here, jnp.exp(own_gap), 0.0)
     rest = jnp.where(at_token, total * factor, jnp.where(alone, 0.0, excess + own))
-    whole = 1.0 + rest
-    moments = factor * (unit * moment + total * gap)
-    moments = moments + jnp.where(here, own * (token_logit - reference), 0.0)
+    moments = factor * (unit * moment + total * gap) + own * own_gap
     empty = alone & ~here
     return SoftmaxPartial(
-        top=jnp.where(empty, -jnp.inf, reference), log_total=jnp.log1p(rest), mean_gap=moments / whole
+        top=jnp.where(empty, -jnp.inf, reference), log_total=jnp.log1p(rest), mean_gap=moments / (1.0 + rest)
     )

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._head import Head, Scaling, finish_logits
+from trm_jax.ops._head import Head, finish_logits
 from trm_jax.ops._partials import SoftmaxPartial, TokenGap
 from trm_jax.ops._support import in_support
+from trm_jax.ops._tiles import Units
 
 __all__ = ["token_gap", "token_logits"]
 
@@ -20,9 +21,9 @@ def token_logits(
     head: Head,
     tokens: Int[Array, " N"],
     support: UInt8[Array, "N V8"] | None,
-    scaling: Scaling,
+    units: Units,
 ) -> Float[Array, " N"]:
-    """Logits of one token a row, after cap and temperature; ``-inf`` outside the support, anything in other shards.
+    """Logits of one token a row in units of the kernels; ``-inf`` outside the support, anything in other shards.
 
     Some hundred rows of the head are gathered at a time, beside a slice of the hidden states, which are not copied.
     """
@@ -34,15 +35,21 @@ def token_logits(
         h, y = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, ids))
         weight, scale, bias = (None if x is None else jnp.take(x, y, axis=0) for x in head)
         product = jnp.sum(h.astype(jnp.float32) * jnp.asarray(weight).astype(jnp.float32), axis=-1)
-        return finish_logits(product, scale, bias, scaling.soft_cap)
+        logits = finish_logits(product, scale, bias, None)
+        if units.soft_cap is None:
+            return logits
+        capped = jnp.tanh(logits * (1.0 / units.soft_cap))
+        return capped if bias is None else jnp.where(jnp.isneginf(bias), -jnp.inf, capped)
 
     # The last slice starts early enough to be whole.
     rows = jax.lax.map(chunk, jnp.minimum(jnp.arange(count) * size, n - size))
-    logits = jnp.concatenate([rows[:-1].reshape(-1), rows[-1, count * size - n :]]) / scaling.temperature
+    logits = jnp.concatenate([rows[:-1].reshape(-1), rows[-1, count * size - n :]])
     return logits if support is None else jnp.where(in_support(support, ids), logits, -jnp.inf)
 
 
-def token_gap(logit: Float[Array, " N"], part: SoftmaxPartial, tokens: Int[Array, " N"], vocabulary: int) -> TokenGap:
+def token_gap(
+    logit: Float[Array, " N"], part: SoftmaxPartial, tokens: Int[Array, " N"], vocabulary: int, unit: float
+) -> TokenGap:
     """The token's place in the shard that holds it."""
     owned = (tokens >= 0) & (tokens < vocabulary)
-    return TokenGap(jnp.where(jnp.isneginf(logit), -jnp.inf, logit - part.top), owned)
+    return TokenGap(jnp.where(jnp.isneginf(logit), -jnp.inf, unit * (logit - part.top)), owned)

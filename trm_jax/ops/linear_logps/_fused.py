@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._partials import SoftmaxPartial, TokenGap, merge_softmax, sum_over
 from trm_jax.ops._sharding import Layout, Shard, over_shards
+from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
 from trm_jax.ops.linear_logps import _chunked
 from trm_jax.ops.linear_logps._types import LinearLogps, LogpsSlopes, logps_slopes
@@ -38,6 +39,11 @@ class Plan(NamedTuple):
     rows_at_once: int
     interpret: bool
 
+    @property
+    def units(self) -> Units:
+        """Of the kernels."""
+        return Units(*self.scaling)
+
 
 _Rows = tuple[Array, Array, Array | None]
 
@@ -52,9 +58,9 @@ def _statistics(plan: Plan, shard: Shard, rows: _Rows, head: Head) -> tuple[Soft
         )
     from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics  # the kernel language takes long to import
 
-    logit = token_logits(hidden, head, ids, bits, plan.scaling)
+    logit = token_logits(hidden, head, ids, bits, plan.units)
     part = logps_statistics(hidden, head.weight, head.bias, bits, ids, logit, **kernel_options(plan))
-    return part, token_gap(logit, part, ids, vocabulary)
+    return part, token_gap(logit, part, ids, vocabulary, plan.units.unit)
 
 
 def kernel_options(plan: Plan) -> dict[str, Any]:
@@ -114,8 +120,9 @@ def _rounded(values: Array, dtype: jnp.dtype) -> Array:
 def _forward(plan: Plan, hidden: Array, head: Head, tokens: Array, support: Array | None) -> LinearLogps:
     def body(shard: Shard, rows: _Rows, heads: tuple[Head, ...]) -> LinearLogps:
         part, token = _statistics(plan, shard, rows, heads[0])
-        whole, logps = merge_softmax(part, token, shard.vocab_axis)
-        return LinearLogps(logps=logps, logsumexp=whole.logsumexp, entropy=whole.entropy)
+        unit = plan.units.unit if plan.implementation == "pallas_tpu" else 1.0 / plan.scaling.temperature
+        whole, logps = merge_softmax(part, token, unit, shard.vocab_axis)
+        return LinearLogps(logps=logps, logsumexp=whole.logsumexp(unit), entropy=whole.entropy)
 
     out: LinearLogps = over_shards(plan.layout, body, (hidden, tokens, support), (head,))
     return out

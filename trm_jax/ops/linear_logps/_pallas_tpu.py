@@ -93,7 +93,7 @@ def logps_statistics(
       bias: ``[V]``, ``-inf`` outside the softmax, or None.
       support: ``[N, ceil(V/8)]`` bits of these rows, or None.
       tokens: ``[N]`` sampled ids relative to this shard; outside ``[0, V)`` they are another shard's.
-      token_logit: ``[N]`` their logits, ``-inf`` outside the support.
+      token_logit: ``[N]`` their logits in units of the kernels, ``-inf`` outside the support.
       interpret: of ``pl.pallas_call``.
       chip: name in ``CHIPS`` whose blocks to use; None asks the device.
       blocks: ``(tokens, vocabulary)`` of a block, multiples of 128 of which the second divides 1024; None picks.

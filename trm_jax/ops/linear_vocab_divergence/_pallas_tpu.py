@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
@@ -103,23 +102,6 @@ def _sweep(
     return out[:, :n]
 
 
-def _short(values: Array) -> Array:
-    """Rounded to 12 bits: products with other such numbers are exact."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32) & ~0xFFF
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _less(values: Array, unit: float, logits: Array) -> Array:
-    """``unit · values - logits`` of numbers that nearly cancel, as if the product were not rounded."""
-    if unit == 1.0:
-        return values - logits
-    high = _short(values)
-    rounded = np.float32(unit)
-    unit_high = (rounded.view(np.int32) & ~0xFFF).view(np.float32)
-    low, unit_low = values - high, rounded - unit_high
-    return (unit_high * high - logits) + (unit_high * low + unit_low * high + unit_low * low)
-
-
 def _local(tokens: Array, vocabulary: int) -> Array:
     return (tokens >= 0) & (tokens < vocabulary)
 
@@ -151,7 +133,8 @@ def divergence_statistics(
       policy_bias: ``[V]``, ``-inf`` outside the softmax, or None; so is ``rollout_bias``.
       support: ``[N, ceil(V/8)]`` bits of these rows, or None.
       tokens: ``[N]`` sampled ids relative to this shard; outside ``[0, V)`` they are another shard's.
-      policy_token_logit: ``[N]`` logits of the sampled tokens, ``-inf`` outside their support; so is the rollout's.
+      policy_token_logit: ``[N]`` logits of the sampled tokens in units of the kernels, ``-inf`` outside their support;
+        so is the rollout's.
       interpret: of ``pl.pallas_call``.
       chip: name in ``CHIPS`` whose blocks to use; None asks the device.
       blocks: ``(tokens, vocabulary)`` of a block, multiples of 128 of which the second divides 1024; None picks.
@@ -160,6 +143,7 @@ def divergence_statistics(
       The record of this shard.
     """
     units = Units(temperature, logit_soft_cap)
+    unit = units.unit
     policies = _Policies(
         *(policy_hidden, policy_head, policy_bias, rollout_hidden, rollout_head, rollout_scale, rollout_bias),
         *(support, tokens),
@@ -169,19 +153,20 @@ def divergence_statistics(
     local = _local(tokens, policy_head.shape[0])
     logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[4])
     here = [local & (logit != -jnp.inf) for logit in logits]
-    near = near_top(out[0], logits[0], units.unit) & near_top(out[4], logits[1], units.unit)
-    policy, rollout = (with_token(out[4 * i : 4 * i + 4], logits[i], here[i], near, units.unit) for i in range(2))
+    near = near_top(tops[0], logits[0], unit) & near_top(tops[1], logits[1], unit)
+    policy, rollout = (with_token(out[4 * i : 4 * i + 4], logits[i], here[i], near, unit) for i in range(2))
     seen = [top > UNSEEN for top in tops]
     reference = [jnp.where(part.top == -jnp.inf, 0.0, part.top) for part in (policy, rollout)]
-    gaps = [jnp.where(s, _less(top, units.unit, r), 0.0) for s, top, r in zip(seen, tops, reference, strict=True)]
-    shift = jnp.where(seen[0] & seen[1], gaps[0] - gaps[1], 0.0)
-    factor = jnp.exp(jnp.where(seen[1], gaps[1], gaps[0]))
+    # In units, differences of two policies are exact near their references; the factor comes last.
+    gaps = [jnp.where(s, top - r, 0.0) for s, top, r in zip(seen, tops, reference, strict=True)]
+    shift = jnp.where(seen[0] & seen[1], unit * (gaps[0] - gaps[1]), 0.0)
+    factor = jnp.exp(unit * jnp.where(seen[1], gaps[1], gaps[0]))
 
     both = here[0] & here[1]
     own_gaps = [jnp.where(h, z - r, 0.0) for h, z, r in zip(here, logits, reference, strict=True)]
-    x = jnp.where(both, own_gaps[0] - own_gaps[1] - shift, 0.0)
-    weight = jnp.where(here[1], jnp.exp(own_gaps[1]), 0.0)
-    alone = jnp.exp(own_gaps[0] - shift)
+    x = jnp.where(both, unit * (own_gaps[0] - own_gaps[1]) - shift, 0.0)
+    weight = jnp.where(here[1], jnp.exp(unit * own_gaps[1]), 0.0)
+    alone = jnp.exp(unit * own_gaps[0] - shift)
     own = jnp.where(here[0] & ~here[1], alone, weight * expm1_minus_identity(jnp.minimum(x, EXPONENT_LIMIT)))
     biased = policy_bias is not None or rollout_bias is not None
     return DivergencePartial(
@@ -220,30 +205,28 @@ def divergence_tv(
 ) -> Float[Array, " N"]:
     """This shard's addend to the total variation, in one sweep.
 
-    Operands as for ``divergence_statistics``, and of the whole vocabulary: both tops, both ``log_total`` and
+    Operands as for ``divergence_statistics``, and of the whole vocabulary: both tops, in units, both ``log_total`` and
     ``normaliser``, the accurate difference of the latter.
     """
     units = Units(temperature, logit_soft_cap)
+    unit = units.unit
     policies = _Policies(
         *(policy_hidden, policy_head, policy_bias, rollout_hidden, rollout_head, rollout_scale, rollout_bias),
         *(support, tokens),
     )
     tops = [jnp.where(x == -jnp.inf, 0.0, x) for x in (policy_top, rollout_top)]
-    short = [_short(top / units.unit) if units.unit != 1.0 else top for top in tops]
-    rest = [_less(s, units.unit, top) for s, top in zip(short, tops, strict=True)]
-    totals = [(x - e) / units.unit for x, e in zip((policy_log_total, rollout_log_total), rest, strict=True)]
     rows = {
-        "policy_top": row_of(short[0]),
-        "policy_total": row_of(totals[0]),
-        "rollout_top": row_of(short[1]),
-        "rollout_total": row_of(totals[1]),
-        "normaliser": row_of(normaliser - (rest[0] - rest[1])),
+        "policy_top": row_of(tops[0]),
+        "policy_total": row_of(policy_log_total / unit),
+        "rollout_top": row_of(tops[1]),
+        "rollout_total": row_of(rollout_log_total / unit),
+        "normaliser": row_of(normaliser),
     }
     out = _sweep(tv_kernel, policies, rows, 1, "divergence_tv", (SUBLANES,), units, interpret, chip, blocks)[0]
     local = _local(tokens, policy_head.shape[0])
     gaps = [z - top for z, top in zip((policy_token_logit, rollout_token_logit), tops, strict=True)]
-    p, q = jnp.exp(gaps[0] - policy_log_total), jnp.exp(gaps[1] - rollout_log_total)
+    p, q = jnp.exp(unit * gaps[0] - policy_log_total), jnp.exp(unit * gaps[1] - rollout_log_total)
     both = (policy_token_logit != -jnp.inf) & (rollout_token_logit != -jnp.inf)
-    d = jnp.where(both, difference_of(*gaps) - normaliser, jnp.inf)
+    d = jnp.where(both, unit * difference_of(*gaps) - normaliser, jnp.inf)
     own = jnp.where(jnp.abs(d) < _NEAR, q * jnp.abs(jnp.expm1(jnp.where(jnp.isinf(d), 0.0, d))), jnp.abs(p - q))
     return out + jnp.where(local, 0.5 * own, 0.0)

@@ -6,8 +6,8 @@ small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise,
 exponential. The running references stand at the tops, or one below its own by what a mean of ``x`` near 0 asks for:
 where that is not near 0 about the tops, as where a likely token of a flat policy has moved, the curvature is much more
 than KL, and a series exact to 6e-4 is not enough. New references move both sums exactly; where they stand is made of
-the last tile, and where a new top outweighs what was seen, both stand at their tops. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or
-``|π_θ - π_roll|`` where those differ.
+the last tile, and where a new top outweighs what was seen, both stand at their tops. Second sweep:
+``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
 as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.

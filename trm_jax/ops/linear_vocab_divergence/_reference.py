@@ -27,10 +27,14 @@ def linear_vocab_divergence_reference(
     """Holds two ``[N, V]`` arrays of logits."""
 
     def logits(hidden: Array, head: Head) -> Array:
-        z = head_logits(hidden, head, scaling.soft_cap) / scaling.temperature
+        z = head_logits(hidden, head, scaling.soft_cap)
         return z if support is None else jnp.where(unpack_support(support, z.shape[1]), z, -jnp.inf)
 
     out: VocabDivergence = logits_divergence(
-        logits(policy_hidden, policy_head), logits(rollout_hidden, rollout_head), tokens, with_tv=with_tv
+        logits(policy_hidden, policy_head),
+        logits(rollout_hidden, rollout_head),
+        tokens,
+        with_tv=with_tv,
+        temperature=scaling.temperature,
     )
     return out

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._partials import AxisName, merge_divergence, normaliser_difference, sum_over
 from trm_jax.ops._support import in_support
+from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
 from trm_jax.types import VocabDivergence
@@ -34,9 +35,9 @@ def vocab_divergence_swept(
     interpret: bool,
 ) -> VocabDivergence:
     """Operands and options as for ``vocab_divergence_chunked``; 52 bytes a token travel over ``axis``."""
-    vocabulary = policy_head.weight.shape[0]
+    vocabulary, units = policy_head.weight.shape[0], Units(scaling.temperature, scaling.soft_cap)
     policy_logit, rollout_logit = (
-        token_logits(hidden, head, tokens, None, scaling)
+        token_logits(hidden, head, tokens, None, units)
         for hidden, head in ((policy_hidden, policy_head), (rollout_hidden, rollout_head))
     )
     if support is not None:
@@ -55,9 +56,9 @@ def vocab_divergence_swept(
         "blocks": (128, 128) if interpret else None,
     }
     part = divergence_statistics(*operands, **options)
-    policy_gap = token_gap(policy_logit, part.policy, tokens, vocabulary)
-    rollout_gap = token_gap(rollout_logit, part.rollout, tokens, vocabulary)
-    whole, policy_logps, rollout_logps = merge_divergence(part, policy_gap, rollout_gap, axis)
+    policy_gap = token_gap(policy_logit, part.policy, tokens, vocabulary, units.unit)
+    rollout_gap = token_gap(rollout_logit, part.rollout, tokens, vocabulary, units.unit)
+    whole, policy_logps, rollout_logps = merge_divergence(part, policy_gap, rollout_gap, units.unit, axis)
     difference, kl = normaliser_difference(whole)
     tv = None
     if with_tv:
