@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import ops
+from trm_jax import divergences, ops
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "divergence_accuracy.py"
 
@@ -158,3 +158,76 @@ def test_a_top_that_has_all_mass(form: dict[str, str | bool], tool: ModuleType) 
         np.testing.assert_allclose(got, entropy, rtol=15 / 16_001)
     for got in (one.logps, both.policy_logps, both.rollout_logps):  # 1e-6: half a unit in the last place of 30
         np.testing.assert_allclose(got, log_p[[0, 1], tokens], atol=1e-6)
+
+
+every_form = pytest.mark.parametrize(
+    "form",
+    [
+        {"implementation": "reference"},
+        {"implementation": "chunked"},
+        {"implementation": "pallas_tpu", "interpret": True},
+    ],
+    ids=lambda form: str(form["implementation"]),
+)
+
+
+def check_options(policy: np.ndarray, rollout: np.ndarray, form: dict[str, str | bool], tool: ModuleType, **options):
+    """KL and TV under a temperature and a soft cap, of each row's own token."""
+    temperature, cap = options["temperature"], options.get("logit_soft_cap")
+    z = (x.astype(float) if cap is None else cap * np.tanh(x.astype(float) / cap) for x in (policy, rollout))
+    kl, tv = tool.exact(*(x / temperature for x in z))
+    unit = jnp.eye(len(policy))
+    out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.arange(len(policy)), **options, **form)
+    promised = tv >= 1e-6
+    assert promised.mean() > 0.5
+    np.testing.assert_allclose(np.asarray(out.token_tv)[promised], tv[promised], rtol=1e-3)
+    np.testing.assert_allclose(np.asarray(out.token_kl)[kl >= 1e-7], kl[kl >= 1e-7], rtol=1e-2)
+    return out
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+@every_form
+def test_a_temperature_costs_no_digits(temperature: float, form: dict[str, str | bool], tool: ModuleType) -> None:
+    """Two tokens near 20 share all mass, 2e-5 apart from policy to policy: 33 has a last digit of 4e-6."""
+    rng, rows = np.random.default_rng(3), np.arange(16)
+    rollout = rng.normal(size=(16, 1001))
+    for token in (rows, 20 + rows):
+        rollout[rows, token] = 20 + rng.random(16)
+    policy = rollout + 2e-5 * rng.normal(size=rollout.shape)
+    policy[rows, rows] += 3e-5
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
+    out = check_options(policy, rollout, form, tool, temperature=temperature)
+    raw = divergences.vocab_divergence(policy, rollout, rows, temperature=temperature)
+    np.testing.assert_allclose(raw.token_tv, out.token_tv, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("cap", "temperature"), [(30.0, 0.6), (50.0, 0.8)])
+@every_form
+def test_a_soft_cap_costs_no_digits(
+    cap: float, temperature: float, form: dict[str, str | bool], tool: ModuleType
+) -> None:
+    """Nearly deterministic rows: a top that is 1e-6 off itself would be their whole TV."""
+    rng, rows = np.random.default_rng(0), np.arange(8)
+    rollout = rng.normal(size=(8, 2001))
+    policy = rollout + rng.uniform(0.2, 2, (8, 1)) * rng.normal(size=rollout.shape)
+    rollout[rows, rows] = np.linspace(13, 16, 8)
+    policy[rows, rows] = rollout[rows, rows] - rng.uniform(0, 2, 8)
+    check_options(
+        policy.astype(np.float32), rollout.astype(np.float32), form, tool, temperature=temperature, logit_soft_cap=cap
+    )
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last", "many"])
+@pytest.mark.parametrize("moved", [0.12, 0.7, 4.0, -0.8, -5.0])
+@both_forms
+def test_tokens_that_move_alone(moved: float, place: str, form: dict[str, str | bool], tool: ModuleType) -> None:
+    """Of flat policies, a likely token or 1 in 200: all others then stand apart by more than KL shows."""
+    rng, vocabulary = np.random.default_rng(0), 16_001
+    rollout = 0.3 * rng.normal(size=(2, vocabulary))
+    column = {"first": [0], "middle": [8000], "last": [-1], "many": rng.permutation(vocabulary)[:80]}[place]
+    if place != "many":
+        rollout[:, column] = rollout.max() + 0.5
+    policy = rollout + 1e-3 * rng.normal(size=rollout.shape)
+    policy[:, column] += moved
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
+    check_rows(policy, rollout, np.array([7, 12_000]), *tool.exact(policy, rollout), form)

@@ -168,6 +168,7 @@ def logits_divergence(
         tv = 0.5 * jnp.sum(jnp.where(near, weight * jnp.abs(jnp.expm1(safe)), jnp.abs(gap)), axis=-1)
         tv = jnp.where(jnp.isnan(u) | jnp.isnan(difference), jnp.nan, jnp.minimum(tv, 1.0))
     kl = jnp.where(jnp.any(in_rollout & ~in_policy, axis=-1), jnp.inf, kl)
+    kl = jnp.where(jnp.isneginf(rollout.logsumexp), 0.0, kl)  # no token that the rollout could sample
     kl = jnp.where(jnp.isnan(u) | jnp.isnan(difference), jnp.nan, kl)
     return VocabDivergence(
         policy_logps=policy.logps,

@@ -184,6 +184,7 @@ def divergence_of_rows(
     difference, _ = normaliser_difference(whole)
     distances = _distances(policy, rollout, x - difference[:, None], both, whole, with_tv)
     kl, *tv = sum_over(axis, jnp.stack(distances))
+    kl = jnp.where(jnp.isneginf(rollout.top), 0.0, kl)  # no token that the rollout could sample
     undefined = jnp.isnan(difference)
     return VocabDivergence(
         policy_logps=sums[3] - whole.policy.log_total,

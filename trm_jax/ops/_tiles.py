@@ -117,7 +117,7 @@ def logit_tile(
     if (bias := refs.get(f"{prefix}bias")) is not None:
         offset = _along_vocabulary(bias[...], r.shape, on_lanes)
         r = r + offset
-        allowed = offset > UNSEEN
+        allowed = ~(offset <= UNSEEN)  # NaN stays
     if units.soft_cap is not None:
         r = jnp.tanh(r * (1.0 / units.soft_cap))
     if ragged:

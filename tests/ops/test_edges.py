@@ -1,0 +1,44 @@
+"""Rows and columns that are no distribution, the same in all forms: NaN in a bias, a policy without any token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trm_jax import ops
+
+FORMS = [
+    {"implementation": "reference"},
+    {"implementation": "chunked"},
+    {"implementation": "pallas_tpu", "interpret": True},
+]
+RNG = np.random.default_rng(0)
+HIDDEN, HEAD = RNG.normal(size=(3, 4)).astype(np.float32), RNG.normal(size=(9, 4)).astype(np.float32)
+TOKENS, ZEROS = np.arange(3), np.zeros(9, np.float32)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["implementation"])
+def test_nan_in_a_bias_reaches_every_row(form: dict[str, Any]) -> None:
+    bias = np.where(np.arange(9) == 5, np.nan, 0.0).astype(np.float32)
+    one = ops.linear_logps(HIDDEN, HEAD, TOKENS, bias=bias, **form)
+    both = ops.linear_vocab_divergence(HIDDEN, HEAD, HIDDEN, HEAD, TOKENS, policy_bias=bias, rollout_bias=ZEROS, **form)
+    for got in (*one, both.token_kl, both.token_tv, both.policy_logps, both.policy_entropy):
+        assert np.isnan(got).all()
+    assert np.isfinite(both.rollout_logps).all()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["implementation"])
+def test_a_policy_without_any_token(form: dict[str, Any]) -> None:
+    """Of the rollout there is nothing that the policy could miss; what it has itself the other one cannot sample."""
+    nothing = np.full(9, -np.inf, np.float32)
+    args = (HIDDEN, HEAD, HIDDEN, HEAD, TOKENS)
+    without = ops.linear_vocab_divergence(*args, policy_bias=ZEROS, rollout_bias=nothing, **form)
+    np.testing.assert_array_equal(without.token_kl, 0.0)
+    np.testing.assert_array_equal(without.rollout_logps, -np.inf)
+    np.testing.assert_array_equal(without.rollout_entropy, 0.0)
+    other = ops.linear_vocab_divergence(*args, policy_bias=nothing, rollout_bias=ZEROS, **form)
+    np.testing.assert_array_equal(other.token_kl, np.inf)
+    for out in (without, other):
+        np.testing.assert_allclose(out.token_tv, 0.5, rtol=1e-6)
