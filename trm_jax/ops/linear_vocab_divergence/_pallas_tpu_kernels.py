@@ -153,13 +153,12 @@ class _Sums(NamedTuple):
         out: Array = (self.policy.top - self.rollout.top) + jnp.log(jnp.maximum(1.0 + growth, 1e-3)) * (1 / units.unit)
         return out
 
-    def outlook(self, t_max: Array, r_max: Array, units: Units) -> tuple[Array, Array, Array]:
-        """Where the next tile's references stand: the policy's below its top, the rollout's below the policy's; and
-        below which new top of the policy they do."""
+    def outlook(self, t_max: Array, r_max: Array, units: Units) -> tuple[Array, Array]:
+        """How far apart the next tile's references stand, and below which new top of the policy they do."""
         apart = self._centre(units) - (t_max - r_max)
         apart = jnp.where(jnp.abs(apart) < _DRIFT / units.unit, apart, 0.0)
         weight = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS)) * (1 / units.unit) + (self.rollout.top - r_max)
-        return jnp.minimum(apart, 0.0), (t_max - r_max) + apart, t_max + weight
+        return (t_max - r_max) + apart, t_max + weight
 
     def merged(self, t_max: Array, r_max: Array, units: Units) -> list[Array]:
         """The rows of the output, the eight sublanes as one."""
@@ -189,26 +188,24 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         for i, value in enumerate((*start, *start)):
             state[i] = value
         state[8:SUMS] = jnp.zeros_like(state[8:SUMS])
-        for i, value in enumerate((start.top, start.top, start.total, start.total, start.top), SUMS):
+        for i, value in enumerate((start.top, start.top, start.total, start.top), SUMS):
             state[i] = value
 
     def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
         t_tile, r_tile = tiles
         tokens = named["tokens"][:, columns]
         old = _Sums.of([state[i, :, columns] for i in range(SUMS)])
-        t_max, r_max, below, offset, limit = (state[i, :, columns] for i in range(SUMS, STATE))
+        t_max, r_max, offset, limit = (state[i, :, columns] for i in range(SUMS, STATE))
         t_max = jnp.maximum(t_max, jnp.max(fold_rows(t_tile, 0, size), axis=0))
         r_max = jnp.maximum(r_max, jnp.max(fold_rows(r_tile, 0, size), axis=0))
-        # The policy's does not wait for the rollout's logits, which are the last to be there.
         apart = t_max < limit
-        t_top = t_max + jnp.where(apart, below, 0.0)
         least = r_max - jnp.where(apart, _DRIFT / units.unit, 0.0)
-        r_top = jnp.maximum(least, jnp.where(apart, t_top - offset, MASKED))
-        rows = [jnp.zeros_like(t_top)] * 7  # as in plus
+        r_top = jnp.maximum(least, jnp.where(apart, t_max - offset, MASKED))
+        rows = [jnp.zeros_like(t_max)] * 7  # as in plus
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
-            t_gap, r_gap = (z - jnp.where(own, -MASKED, top) for z, top in ((t, t_top), (r, r_top)))  # weighs 0
+            t_gap, r_gap = (z - jnp.where(own, -MASKED, top) for z, top in ((t, t_max), (r, r_top)))  # weighs 0
             w, v = jnp.exp2(units.exponent * t_gap), jnp.exp2(units.exponent * r_gap)
             x = _difference(t_gap, r_gap, units)
             if static.biased:
@@ -221,7 +218,7 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             for i, value in enumerate((w, w * t_gap, v, v * r_gap, curvature, vx)):
                 rows[i] += jnp.sum(value, axis=0)
             yield
-        sums = old.about(t_top, r_top, units).plus(rows)
+        sums = old.about(t_max, r_top, units).plus(rows)
         for i, value in enumerate((*jax.tree.leaves(sums), t_max, r_max, *sums.outlook(t_max, r_max, units))):
             state[i, :, columns] = value
 
