@@ -3,11 +3,11 @@
 First sweep, with ``x = (z_θ - ref_θ) - (z_roll - ref_roll)``: beside each policy's online softmax it sums
 ``E_roll[x]`` and the curvature ``E_roll[expm1(x) - x]``, whose terms are non-negative, as two terms of a series for
 small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
-exponential. The running references stand at the tops, or one below its own by what a mean of ``x`` near 0 asks for:
-where that is not near 0 about the tops, as where a likely token of a flat policy has moved, the curvature is much more
-than KL, and a series exact to 6e-4 is not enough. New references move both sums exactly; where they stand is made of
-the last tile, and where a new top outweighs what was seen, both stand at their tops. Second sweep:
-``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
+exponential. The policy's running reference is its top, the rollout's stands where ``x`` has a mean near 0: where it has
+not, as about both tops where a likely token of a flat policy has moved, the curvature is much more than KL, and a
+series exact to 6e-4 is not enough. New references move both sums exactly; how far they stand apart is made of the last
+tile, and where a new top outweighs what was seen, they are both tops. The last ones stand at their tops, or one of them
+below. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
 as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
@@ -112,10 +112,10 @@ def _difference(t_gap: Array, r_gap: Array, units: Units) -> Array:
 
 
 _DRIFT = 8.0
-"""Logits that a reference may stand below its top."""
+"""Logits by which the references may stand further apart than the tops do, or less."""
 
 _OUTWEIGHS = 2.0
-"""How many times a top's weight what was seen must have, that a reference leaves its top."""
+"""How many times a top's weight what was seen must have, that they do."""
 
 
 class _Sums(NamedTuple):
