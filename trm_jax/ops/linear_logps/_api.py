@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import AnyArray
+from trm_jax.ops._axis_types import varying
 from trm_jax.ops._dispatch import (
     AnyMesh,
     Implementation,
@@ -15,8 +18,8 @@ from trm_jax.ops._dispatch import (
     rows_at_once,
 )
 from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
-from trm_jax.ops._sharding import layout_of
-from trm_jax.ops.linear_logps._fused import Plan, linear_logps_fused
+from trm_jax.ops._sharding import Layout, layout_of, layout_of_types, with_automatic_axes
+from trm_jax.ops.linear_logps._fused import Plan, check_blocks, linear_logps_fused
 from trm_jax.ops.linear_logps._reference import linear_logps_reference
 from trm_jax.ops.linear_logps._types import LinearLogps
 
@@ -87,18 +90,31 @@ def linear_logps(
     check_operands("", hidden, head, tokens, support, bias=bias)
     scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
     layout = layout_of(mesh, vocab_axis, token_axis)
-    chosen = choose_implementation("linear_logps", implementation, mesh=mesh, interpret=interpret)
-    if tokens.shape[0] == 0 and chosen == "pallas_tpu":
-        chosen = "chunked"  # nothing to run a kernel on
     h, (y, legal) = jnp.asarray(hidden), legal_tokens(tokens, head.shape[0])
     w = Head(jnp.asarray(head), None, None if bias is None else jnp.asarray(bias))
     bits = None if support is None else jnp.asarray(support)
-    out: LinearLogps
-    if chosen == "reference":
-        out = linear_logps_reference(h, w, y, bits, scaling)
-    else:
-        platform = platform_of(mesh)
-        size = int(chunk_size or default_chunk_size(platform))
-        plan = Plan(chosen, scaling, layout, size, rows_at_once(platform), interpret)
-        out = linear_logps_fused(plan, h, w, y, bits)
-    return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))
+    if layout is None and implementation != "reference":
+        layout = layout_of_types(h, w.weight)
+    chosen = choose_implementation(
+        "linear_logps",
+        implementation,
+        mesh=None if layout is None else layout.mesh,
+        interpret=interpret,
+        typed_by_shard_map=bool(varying((h, w, y, bits))),
+        check_blocks=functools.partial(check_blocks, h, w.weight, supported=bits is not None),
+    )
+    if y.shape[0] == 0 and chosen == "pallas_tpu":
+        chosen = "chunked"  # nothing to run a kernel on
+    platform = platform_of(None if layout is None else layout.mesh)
+    size = int(chunk_size or default_chunk_size(platform))
+
+    def run(layout: Layout | None, h: Array, w: Head, y: Array, bits: Array | None, legal: Array) -> LinearLogps:
+        if chosen == "reference":
+            out = linear_logps_reference(h, w, y, bits, scaling)
+        else:
+            plan = Plan(chosen, scaling, layout, size, rows_at_once(platform), interpret)
+            out = linear_logps_fused(plan, h, w, y, bits)
+        return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))
+
+    out: LinearLogps = with_automatic_axes(layout, run, (h, w, y, bits, legal))
+    return out
