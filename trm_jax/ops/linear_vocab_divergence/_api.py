@@ -56,8 +56,9 @@ def linear_vocab_divergence(
     for the gradient; ``linear_logps`` is the differentiable one. A KL of 1e-7 keeps 1% relative accuracy
     whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%.
 
-    Without a mesh the chunked form follows the shardings of its operands as the compiler sees fit. With one, each
-    device holds its rows of the heads and its tokens, and what travels is 52 to 60 bytes a token of statistics.
+    With a mesh, each device holds its rows of the heads and its tokens, and what travels is 52 to 60 bytes a token of
+    statistics. Without one, operands whose types say over which (explicit) axes their rows are sharded are treated
+    alike; others the compiler shards as it sees fit.
 
     Args:
       policy_hidden: ``[N, D]`` hidden states of the training model, float32 or bfloat16.
@@ -78,9 +79,10 @@ def linear_vocab_divergence(
         applied to both policies.
       chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
-        on one TPU and on a mesh of them, the chunked form elsewhere. A named one runs or raises.
+        on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or
+        raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
-      mesh: the devices that the operands are sharded over.
+      mesh: the devices to run on, with axes of any type; operands may lie on them in any way.
       vocab_axis: mesh axis of the rows of the heads; needed with a mesh. It need not divide V, but a head that it does
         not divide is copied.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
@@ -91,7 +93,8 @@ def linear_vocab_divergence(
 
     Raises:
       ValueError: on shapes, axes, or a temperature, cap or chunk size out of range.
-      TypeError: on an int8 head without its scale, or a traced temperature, cap or chunk size.
+      TypeError: on operands that are neither float32 nor bfloat16, an int8 head without its scale, something else than
+        a mesh or axis names, or a traced temperature, cap or chunk size.
       NotImplementedError: on a kernel that does not run on this platform or with these options.
 
     >>> import numpy as np
