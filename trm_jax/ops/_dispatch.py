@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 
@@ -29,7 +29,7 @@ def choose_implementation(
     implementation: Implementation | None,
     *,
     mesh: AnyMesh | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
     typed_by_shard_map: bool = False,
     check_blocks: Callable[[], None] = lambda: None,
 ) -> Implementation:

@@ -69,7 +69,7 @@ def _names(axis: AxisName) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def layout_of(mesh: AnyMesh | None, vocab_axis: AxisName, token_axis: AxisName) -> Layout | None:
+def layout_of(mesh: Any, vocab_axis: Any, token_axis: Any) -> Layout | None:
     """The checked layout; None without a mesh.
 
     Raises:
