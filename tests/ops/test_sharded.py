@@ -251,8 +251,10 @@ def test_gradients_in_a_shard_map_of_the_caller(operands: Callable[..., dict[str
     plain = tuple(given[name] for name in ("hidden", "head", "bias", "tokens"))
     rows, same = PartitionSpec("data"), PartitionSpec()
 
-    def total(hidden: jax.Array, head: jax.Array, bias: jax.Array, tokens: jax.Array) -> jax.Array:
-        return jnp.sum(ops.linear_logps(hidden, head, tokens, bias=bias, chunk_size=1).logps)
+    def total(
+        hidden: jax.Array, head: jax.Array, bias: jax.Array, tokens: jax.Array, chunk_size: int | None = 1
+    ) -> jax.Array:
+        return jnp.sum(ops.linear_logps(hidden, head, tokens, bias=bias, chunk_size=chunk_size).logps)
 
     gradient = jax.grad(total, (0, 1, 2))
     specs = {"mesh": mesh, "in_specs": (rows, same, same, rows), "out_specs": (rows, same, same)}
@@ -260,10 +262,14 @@ def test_gradients_in_a_shard_map_of_the_caller(operands: Callable[..., dict[str
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
-    # Summed in float32 as over token_axis: see test_a_bfloat16_head_is_summed_over_the_tokens_in_float32.
-    hidden, head = jnp.full((4096, 1), 1.0078125, jnp.bfloat16), jnp.zeros((2, 1), jnp.bfloat16)
-    args = (hidden, head, jnp.zeros(2), jnp.zeros(4096, jnp.int32))
-    _, summed, _ = jax.jit(jax.shard_map(gradient, **specs))(*args)
+    # Summed in float32: seven times 257 (256 in bfloat16) and 260 make 2059, which rounds to 2064 and not to 2048.
+    ones = np.ones((8, 520, 1))
+    ones[:7, 514:] = 0
+    hidden, head = jnp.asarray(ones.reshape(-1, 1), jnp.bfloat16), jnp.zeros((2, 1), jnp.bfloat16)
+    args = (hidden, head, jnp.zeros(2), jnp.zeros(4160, jnp.int32))
+    _, summed, _ = jax.jit(jax.shard_map(jax.grad(functools.partial(total, chunk_size=None), (0, 1, 2)), **specs))(
+        *args
+    )
     np.testing.assert_array_equal(np.asarray(summed, np.float32), [[2064.0], [-2064.0]])
 
     def kernel(hidden: jax.Array, head: jax.Array, bias: jax.Array, tokens: jax.Array) -> jax.Array:
