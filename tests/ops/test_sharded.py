@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trm_jax import ops
+from trm_jax.ops._sharding import layout_of
 
 CHUNKED = {"implementation": "chunked", "chunk_size": 8}
 PALLAS = {"implementation": "pallas_tpu", "interpret": True}
@@ -151,15 +153,130 @@ def test_a_bfloat16_head_is_summed_over_the_tokens_in_float32() -> None:
     np.testing.assert_array_equal(np.asarray(grad, np.float32), [[2064.0], [-2064.0]])  # 2048 · 1.0078125
 
 
-def test_a_mesh_of_explicit_axes(operands: Callable[..., dict[str, Any]]) -> None:
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+ANYWHERE = {
+    "numpy": None,
+    "sharded": ("data", "tensor", "data"),
+    "copied": (None, None, None),
+    "elsewhere": (("data", "tensor"), "data", ("tensor", "data")),
+}
+
+
+# 15 tokens and 23 rows of the head are no shards of equal work, and cannot be stored as such.
+@pytest.mark.parametrize(
+    ("types", "n", "v", "place", "context"),
+    [
+        ((EXPLICIT, EXPLICIT), 15, 23, "numpy", False),  # jax.make_mesh's own types
+        pytest.param((EXPLICIT, EXPLICIT), 16, 24, "sharded", True, marks=pytest.mark.slow),
+        pytest.param((EXPLICIT, AUTO), 15, 23, "copied", True, marks=pytest.mark.slow),
+        pytest.param((EXPLICIT, EXPLICIT), 16, 24, "elsewhere", True, marks=pytest.mark.slow),
+        pytest.param((EXPLICIT, EXPLICIT), 15, 23, "copied", False, marks=pytest.mark.slow),
+        pytest.param((EXPLICIT, EXPLICIT), 15, 23, "numpy", True, marks=pytest.mark.slow),
+        pytest.param((EXPLICIT, EXPLICIT), 16, 24, "sharded", False, marks=pytest.mark.slow),
+        pytest.param((AUTO, EXPLICIT), 16, 24, "sharded", True, marks=pytest.mark.slow),
+        pytest.param((AUTO, AUTO), 15, 23, "copied", True, marks=pytest.mark.slow),
+    ],
+)
+def test_axes_of_any_type(
+    types: tuple[AxisType, AxisType],
+    n: int,
+    v: int,
+    place: str,
+    context: bool,
+    operands: Callable[..., dict[str, Any]],
+) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=types)
+    plain = tuple(operands(n, 8, v)[name] for name in ("hidden", "head", "tokens"))
+    weights = np.random.default_rng(1).normal(size=n).astype(np.float32)
+
+    def total(hidden: jax.Array, head: jax.Array, tokens: jax.Array, **options: Any) -> tuple[jax.Array, Any]:
+        out = ops.linear_logps(hidden, head, tokens, **options)
+        apart = ops.linear_vocab_divergence(hidden, head, hidden * 1.01, head, tokens, **options)
+        return jnp.sum(out.logps * weights), (out, apart)
+
+    specs = ANYWHERE[place]
+    placed = plain
+    if specs is not None:
+        shardings = [NamedSharding(mesh, PartitionSpec(spec)) for spec in specs]
+        placed = tuple(jax.device_put(x, s) for x, s in zip(plain, shardings, strict=True))
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        got = jax.jit(jax.grad(functools.partial(total, **on(mesh)), (0, 1), has_aux=True))(*placed)
+    want = jax.jit(jax.grad(total, (0, 1), has_aux=True))(*plain)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    if specs is not None:
+        for gradient, operand in zip(got[0], placed, strict=False):
+            assert jax.typeof(gradient).sharding.spec == jax.typeof(operand).sharding.spec
+
+
+@pytest.mark.parametrize(
+    ("of_tokens", "of_head", "travels"),
+    [
+        ("data", "tensor", {"all-reduce"}),
+        pytest.param("data", None, set(), marks=pytest.mark.slow),
+        pytest.param(None, "tensor", {"all-reduce"}, marks=pytest.mark.slow),
+        pytest.param("data", "data", {"all-reduce", "all-gather", "all-to-all"}, marks=pytest.mark.slow),
+    ],
+)
+def test_types_say_where_operands_lie(
+    of_tokens: str | None,
+    of_head: str | None,
+    travels: set[str],
+    operands: Callable[..., dict[str, Any]],
+    collectives_of: Callable[[str], dict[str, list[int]]],
+) -> None:
+    mesh = mesh_of(2, 4, EXPLICIT)
+    plain = tuple(operands(16, 8, 24)[name] for name in ("hidden", "head", "tokens"))
+    specs = (of_tokens, of_head, of_tokens)
+    placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(s))) for x, s in zip(plain, specs, strict=True)]
+
+    def logps(*args: jax.Array, **options: Any) -> jax.Array:
+        return ops.linear_logps(*args, chunk_size=4, **options).logps
+
+    gradient = jax.jit(jax.grad(lambda *args: jnp.sum(logps(*args)), (0, 1)))
+    forward = jax.jit(logps).lower(*placed).compile()
+    found = collectives_of(forward.as_text())
+    assert set(found) <= travels, found
+    if travels == {"all-reduce"}:  # statistics, and not once for each of the chunks
+        assert sum(found["all-reduce"]) == 20 * (8 if of_tokens else 16), found
+    np.testing.assert_allclose(forward(*placed), logps(*plain), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logps(*placed, implementation="reference"), logps(*plain), rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradient(*placed), gradient(*plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_in_a_shard_map_of_the_caller(operands: Callable[..., dict[str, Any]]) -> None:
+    mesh = mesh_of(8, 1)
     given = operands(16, 8, 40)
-    args = [given[name] for name in ("hidden", "head", "tokens")]
-    mesh = mesh_of(2, 4, AxisType.Explicit)
-    specs = (PartitionSpec("data"), PartitionSpec("tensor"), PartitionSpec("data"))
-    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
-    with jax.set_mesh(mesh):
-        out = jax.jit(lambda *a: ops.linear_logps(*a, **on(mesh)))(*placed)
-    np.testing.assert_allclose(out.logps, ops.linear_logps(*args).logps, rtol=1e-5, atol=1e-5)
+    plain = tuple(given[name] for name in ("hidden", "head", "bias", "tokens"))
+    rows, same = PartitionSpec("data"), PartitionSpec()
+
+    def total(
+        hidden: jax.Array, head: jax.Array, bias: jax.Array, tokens: jax.Array, chunk_size: int | None = 1
+    ) -> jax.Array:
+        return jnp.sum(ops.linear_logps(hidden, head, tokens, bias=bias, chunk_size=chunk_size).logps)
+
+    gradient = jax.grad(total, (0, 1, 2))
+    specs = {"mesh": mesh, "in_specs": (rows, same, same, rows), "out_specs": (rows, same, same)}
+    got, want = jax.jit(jax.shard_map(gradient, **specs))(*plain), gradient(*plain)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    # Summed in float32: seven times 257 (256 in bfloat16) and 260 make 2059, which rounds to 2064 and not to 2048.
+    ones = np.ones((8, 520, 1))
+    ones[:7, 514:] = 0
+    hidden, head = jnp.asarray(ones.reshape(-1, 1), jnp.bfloat16), jnp.zeros((2, 1), jnp.bfloat16)
+    args = (hidden, head, jnp.zeros(2), jnp.zeros(4160, jnp.int32))
+    _, summed, _ = jax.jit(jax.shard_map(jax.grad(functools.partial(total, chunk_size=None), (0, 1, 2)), **specs))(
+        *args
+    )
+    np.testing.assert_array_equal(np.asarray(summed, np.float32), [[2064.0], [-2064.0]])
+
+    def kernel(hidden: jax.Array, head: jax.Array, bias: jax.Array, tokens: jax.Array) -> jax.Array:
+        return ops.linear_logps(hidden, head, tokens, bias=bias, **PALLAS).logps
+
+    with pytest.raises(NotImplementedError, match=r"pass check_vma=False to your shard_map, or .*'chunked'"):
+        jax.shard_map(kernel, mesh=mesh, in_specs=specs["in_specs"], out_specs=rows)(*plain)
 
 
 @pytest.mark.parametrize("form", WITH_GRADIENTS)
@@ -203,6 +320,7 @@ def test_only_statistics_and_gradients_travel(
     [
         ({"vocab_axis": "tensor"}, "pass the mesh too"),
         ({"mesh": True}, "needs vocab_axis"),
+        ({"mesh": True, "vocab_axis": ()}, r"needs vocab_axis.* given \(\)"),
         ({"mesh": True, "vocab_axis": "tensr"}, "did you mean 'tensor'"),
         ({"mesh": True, "vocab_axis": "tensor", "token_axis": ("data", "tensor")}, "must not share"),
         ({"mesh": True, "vocab_axis": "tensor", "implementation": "reference"}, "takes no mesh"),
@@ -214,3 +332,16 @@ def test_refused_layouts(axes: dict[str, Any], message: str, operands: Callable[
         axes = axes | {"mesh": mesh_of(2, 4)}
     with pytest.raises(ValueError, match=message):
         ops.linear_logps(given["hidden"], given["head"], given["tokens"], **axes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "vocab_axis", "token_axis", "message"),
+    [
+        (True, ["tensor"], None, r"vocab_axis must be the name .*, given \['tensor'\]"),
+        (True, "tensor", 0, "token_axis must be the name .*, given 0"),
+        ("tensor", "tensor", None, r"mesh must be a jax\.sharding\.Mesh, given 'tensor'"),
+    ],
+)
+def test_what_is_no_layout(mesh: Any, vocab_axis: Any, token_axis: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        layout_of(mesh_of(2, 4) if mesh is True else mesh, vocab_axis, token_axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -166,21 +167,23 @@ def test_response_states_can_be_given(tools):
 
 
 @pytest.mark.slow
-def test_sharded_over_eight_devices(tools):
-    """Rows over 4, heads, feed-forward and vocabulary over 2."""
+@pytest.mark.parametrize("context", [False, True])
+def test_sharded_over_eight_devices(tools, context):
+    """Rows over 4, heads, feed-forward and vocabulary over 2; left to the compiler, or in the mesh as a run is."""
     case = tools.case(rows=8, temperature=0.7, truncated=True)
     graphdef, params = nnx.split(tools.model(), nnx.Param)
     mesh = make_mesh(data=4, tensor=2)
     expected, checks = tools.rescore(graphdef, params, case.rollout, case.rollout_head, PLAIN, 2)
     rows = NamedSharding(mesh, PartitionSpec("data"))
-    found, sharded_checks = tools.rescore(
-        graphdef,
-        jax.device_put(params, param_shardings(params, mesh)),
-        jax.device_put(case.rollout, rows),
-        jax.device_put(case.rollout_head, NamedSharding(mesh, PartitionSpec("tensor", None))),
-        PLAIN,
-        2,
-    )
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        found, sharded_checks = tools.rescore(
+            graphdef,
+            jax.device_put(params, param_shardings(params, mesh)),
+            jax.device_put(case.rollout, rows),
+            jax.device_put(case.rollout_head, NamedSharding(mesh, PartitionSpec("tensor", None))),
+            PLAIN,
+            2,
+        )
     # Sums over heads, feed-forward columns and vocabulary are taken in two parts: a few float32 roundings more.
     for name in ("proximal_logps", "token_kl", "token_tv", "policy_entropy", "rollout_entropy"):
         np.testing.assert_allclose(

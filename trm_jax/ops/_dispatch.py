@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import jax
 
@@ -28,27 +29,43 @@ def choose_implementation(
     implementation: Implementation | None,
     *,
     mesh: AnyMesh | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
+    typed_by_shard_map: bool = False,
+    check_blocks: Callable[[], None] = lambda: None,
 ) -> Implementation:
     """``None`` picks the best that can run; a named one runs or raises, it never falls back.
 
-    The best is the kernel on one TPU and on a mesh of them, the chunked form elsewhere.
+    The best is the kernel on one TPU and on a mesh of them, as long as a block of it fits the chip; the chunked form
+    elsewhere.
 
     Args:
       operator: named in the messages.
       implementation: as the user gave it.
       mesh: where the operands live, when they are sharded.
       interpret: run a kernel in Pallas' interpreter, on any platform.
+      typed_by_shard_map: the operands are those of a caller's own ``shard_map``, which checks along which axes they
+        vary; a kernel does not say that of its results.
+      check_blocks: raises ``NotImplementedError`` when no block of the kernel fits the TPU.
 
     Raises:
+      TypeError: ``interpret`` is not a bool.
       ValueError: an unknown name, or the reference on a mesh.
-      NotImplementedError: a kernel on a platform that it has not been made for.
+      NotImplementedError: a kernel on a platform that it has not been made for, or where it cannot run.
     """
+    if not isinstance(interpret, bool):
+        raise TypeError(f"{operator}: interpret must be True or False, given {interpret!r}")
     on_tpu = platform_of(mesh) == "tpu"
     if implementation is None:
         # The compiler cannot split a kernel: without a mesh it would gather operands that several devices share.
         placed = mesh is not None or jax.device_count() == 1
-        return "pallas_tpu" if (on_tpu and placed) or interpret else "chunked"
+        if typed_by_shard_map or not ((on_tpu and placed) or interpret):
+            return "chunked"
+        try:
+            if not interpret:
+                check_blocks()
+        except NotImplementedError:
+            return "chunked"
+        return "pallas_tpu"
     known_name("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "reference" and mesh is not None:
         raise ValueError(
@@ -61,6 +78,13 @@ def choose_implementation(
             "implementation='chunked' (the same values on every device) or None, or interpret=True to run the kernel "
             "slowly on this platform"
         )
+    if implementation == "pallas_tpu" and typed_by_shard_map:
+        raise NotImplementedError(
+            f"{operator}: implementation='pallas_tpu' does not say along which axes of a shard_map its results vary: "
+            "pass check_vma=False to your shard_map, or implementation='chunked' or None here"
+        )
+    if implementation == "pallas_tpu" and not interpret:
+        check_blocks()
     return implementation
 
 

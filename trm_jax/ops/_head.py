@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from trm_jax.checks import in_range, required, shape_of
 from trm_jax.numerics import AnyArray
+from trm_jax.ops._axis_types import as_varying
 
 __all__ = [
     "Head",
@@ -61,7 +62,8 @@ def check_operands(
 
     Raises:
       ValueError: naming what was given and what is required.
-      TypeError: a list or None for an array, an integer head without its scale, or a scale without an integer head.
+      TypeError: a list or None for an array, another type than float32 or bfloat16 (an int8 head apart), an integer
+        head without its scale, or a scale without an integer head.
     """
     required(**{f"{role}hidden": hidden, f"{role}head": head, "tokens": tokens})
     of_hidden, of_head = shape_of(f"{role}hidden", hidden), shape_of(f"{role}head", head)
@@ -70,9 +72,12 @@ def check_operands(
             f"{role}hidden must be [N, D] and {role}head [V, D] (rows are tokens), given {list(of_hidden)} and "
             f"{list(of_head)}: flatten leading axes, transpose a [D, V] head"
         )
-    (n, _), (vocabulary, _) = of_hidden, of_head
-    if vocabulary == 0:
-        raise ValueError(f"{role}head must have a row for each token, given {list(of_head)}: pass the whole head")
+    (n, width), (vocabulary, _) = of_hidden, of_head
+    if vocabulary == 0 or width == 0:
+        raise ValueError(
+            f"{role}head must have a row for each token and a column for each feature, given {list(of_head)}: pass the "
+            "whole head"
+        )
     if shape_of("tokens", tokens) != (n,):
         raise ValueError(
             f"tokens must be [{n}], one for each row of {role}hidden, given {list(shape_of('tokens', tokens))}"
@@ -87,16 +92,24 @@ def check_operands(
             f"support must be uint8 bits, given {support.dtype}: pack it with numpy.packbits, little-endian"
         )
     if not _is_float(hidden):
-        raise TypeError(f"{role}hidden must be float32 or bfloat16, given {hidden.dtype}")
+        raise TypeError(
+            f"{role}hidden must be float32 or bfloat16, given {hidden.dtype}: pass {role}hidden.astype(jnp.float32)"
+        )
     for name, vector in ((f"{role}head_scale", scale), (f"{role}bias", bias)):
-        if vector is not None and shape_of(name, vector) != (vocabulary,):
+        if vector is None:
+            continue
+        if shape_of(name, vector) != (vocabulary,):
             raise ValueError(
                 f"{name} must be [{vocabulary}], one for each row of {role}head, given {list(shape_of(name, vector))}"
+            )
+        if not _is_float(vector):
+            raise TypeError(
+                f"{name} must be float32 or bfloat16, given {vector.dtype}: pass {name}.astype(jnp.float32)"
             )
     if (head.dtype == jnp.int8) != (scale is not None) or not (head.dtype == jnp.int8 or _is_float(head)):
         raise TypeError(
             f"{role}head must be float32 or bfloat16, given {head.dtype} {'without' if scale is None else 'with'} a "
-            "scale: only rollout_head may be int8, with its rollout_head_scale"
+            f"scale: pass {role}head.astype(jnp.float32); only rollout_head may be int8, with its rollout_head_scale"
         )
 
 
@@ -112,7 +125,8 @@ def legal_tokens(tokens: Int[AnyArray, " N"], vocabulary: int) -> tuple[Int[Arra
 
 
 def _is_float(array: AnyArray) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+    """Whether JAX holds it in a type whose products the operators have: NumPy's float64 is float32 to JAX."""
+    return jax.dtypes.canonicalize_dtype(array.dtype) in (jnp.float32, jnp.bfloat16)
 
 
 def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: int | None) -> Scaling:
@@ -181,7 +195,7 @@ def head_logits(hidden: Float[Array, "N D"], head: Head, soft_cap: float | None)
         rows = jax.lax.dynamic_slice_in_dim(weight, index * _INT8_ROWS, _INT8_ROWS)
         return jax.lax.dynamic_update_slice_in_dim(product, _product(hidden, rows), index * _INT8_ROWS, 1)
 
-    start = jnp.zeros((hidden.shape[0], vocabulary), jnp.float32)
+    start = as_varying(jnp.zeros((hidden.shape[0], vocabulary), jnp.float32), like=(hidden, weight))
     product: Array = jax.lax.fori_loop(0, -(-vocabulary // _INT8_ROWS), step, start)
     return finish_logits(product, head.scale, head.bias, soft_cap)
 

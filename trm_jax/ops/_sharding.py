@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, UInt8
 
 from trm_jax.checks import known_name
+from trm_jax.ops._axis_types import as_varying, automatic, explicit_axes, explicit_mesh, rows_axes
 from trm_jax.ops._dispatch import AnyMesh
 from trm_jax.ops._head import Head
 from trm_jax.ops._partials import AxisName
 from trm_jax.ops._support import shard_support
 
-__all__ = ["Layout", "Shard", "layout_of", "over_shards"]
+__all__ = ["Layout", "Shard", "layout_of", "layout_of_types", "over_shards", "with_automatic_axes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Layout:
 
     Attributes:
       mesh: its other axes hold copies.
-      vocab_axis: mesh axis (or axes) of the rows of the head.
+      vocab_axis: mesh axis (or axes) of the rows of the head; None where every device holds all of them.
       token_axis: mesh axis (or axes) of the tokens; None where every device holds all of them.
     """
 
     mesh: AnyMesh
-    vocab_axis: str | tuple[str, ...]
+    vocab_axis: AxisName
     token_axis: AxisName
 
     def devices(self, axis: AxisName) -> int:
@@ -68,10 +69,11 @@ def _names(axis: AxisName) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def layout_of(mesh: AnyMesh | None, vocab_axis: AxisName, token_axis: AxisName) -> Layout | None:
+def layout_of(mesh: Any, vocab_axis: Any, token_axis: Any) -> Layout | None:
     """The checked layout; None without a mesh.
 
     Raises:
+      TypeError: something else than a mesh, or than the names of its axes.
       ValueError: axes without a mesh, a mesh without ``vocab_axis``, an unknown axis, or one that is given twice.
     """
     if mesh is None:
@@ -81,17 +83,66 @@ def layout_of(mesh: AnyMesh | None, vocab_axis: AxisName, token_axis: AxisName) 
                 "pass the mesh too, or leave them out"
             )
         return None
-    if vocab_axis is None:
+    if not isinstance(mesh, AnyMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, given {mesh!r}: make one with jax.make_mesh")
+    if vocab_axis is None or vocab_axis == ():
         raise ValueError(
             f"mesh with axes {list(mesh.axis_names)} needs vocab_axis, the axis that the rows of the head are sharded "
-            "over: name it, or leave the mesh out and let the compiler follow the operands' shardings"
+            f"over, given {vocab_axis!r}: name it (any axis may also split a head that lies whole on every device), or "
+            "leave the mesh out and let the compiler follow the operands' shardings"
         )
+    for name, axis in (("vocab_axis", vocab_axis), ("token_axis", token_axis)):
+        if not isinstance(axis, (str, tuple, type(None))) or not all(isinstance(x, str) for x in _names(axis)):
+            raise TypeError(f"{name} must be the name of a mesh axis or a tuple of names, given {axis!r}")
     names = [*_names(vocab_axis), *_names(token_axis)]
     for name in names:
         known_name("mesh axis", name, mesh.axis_names)
     if len(set(names)) < len(names):
         raise ValueError(f"vocab_axis={vocab_axis!r} and token_axis={token_axis!r} must not share a mesh axis")
     return Layout(mesh, vocab_axis, token_axis)
+
+
+def layout_of_types(hidden: Array, head: Array) -> Layout | None:
+    """The layout that operands with explicitly sharded rows have by their types; None without any."""
+    mesh = explicit_mesh((hidden, head))
+    of_head = rows_axes(head)
+    of_tokens = tuple(name for name in rows_axes(hidden) if name not in of_head)
+    return None if mesh is None or not (of_head or of_tokens) else Layout(mesh, of_head or None, of_tokens or None)
+
+
+def with_automatic_axes(layout: Layout | None, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """``function(layout, *operands)``, inside a view of the mesh without explicit axes.
+
+    There operands may lie anywhere, and shards need not be equal. Without a layout the mesh is that of the operands'
+    types, if they have one.
+
+    Args:
+      layout: as ``layout_of`` or ``layout_of_types`` gave it.
+      function: returns a pytree of ``[N, ...]`` arrays; its layout has automatic axes.
+      operands: pytrees of arrays.
+
+    Returns:
+      Its results; where explicit axes are in the operands' types or the context, typed as sharded over those of
+      ``token_axis`` (if they divide the rows) and the same along the others.
+    """
+    mesh = explicit_mesh(operands) if layout is None else layout.mesh
+    if mesh is None or not explicit_axes(mesh):
+        return function(layout, *operands)
+    view = automatic(mesh)
+    viewed = None if layout is None else dataclasses.replace(layout, mesh=view)
+    if explicit_mesh(operands) is None and not explicit_axes(jax.sharding.get_abstract_mesh()):
+        return function(viewed, *operands)  # no type speaks of the axes
+    with jax.sharding.use_abstract_mesh(view.abstract_mesh if isinstance(view, Mesh) else view):
+        out = function(viewed, *jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec()), operands))
+    names = () if layout is None else tuple(name for name in _names(layout.token_axis) if name in explicit_axes(mesh))
+    shards = math.prod(mesh.shape[name] for name in names)
+
+    def typed(x: Array) -> Array:
+        spec = PartitionSpec(names) if names and x.shape[0] % shards == 0 else PartitionSpec()
+        placed: Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        return placed
+
+    return jax.tree.map(typed, out)
 
 
 def _pad(x: Array, size: int, value: float = 0.0) -> Array:
@@ -118,11 +169,12 @@ def over_shards(
 ) -> Any:
     """``body(shard, rows, heads)`` on every device, on its own tokens and its own rows of the heads.
 
-    Collectives are those of the body. A vocabulary (or a number of tokens) that the axis does not divide is padded,
-    which copies each device's share of the head: store the head with that many rows and a bias of ``-inf`` to avoid it.
+    Collectives are those of the body. A vocabulary (or a number of tokens) that the axis does not divide is padded:
+    each device's share of the head is copied, and the head's gradient gathered, because JAX holds no array in unequal
+    shards. Store the head with that many rows and a bias of ``-inf`` to avoid both.
 
     Args:
-      layout: None runs the body once, on everything.
+      layout: None runs the body once, on everything; else its mesh has no explicit axes.
       body: returns a pytree of ``[N, ...]`` arrays that are equal along ``vocab_axis``; with ``head_gradients`` a pair
         of such a pytree and one of ``[V, ...]`` arrays that are equal along ``token_axis``.
       rows: pytree of ``[N, ...]`` arrays.
@@ -130,7 +182,8 @@ def over_shards(
       head_gradients: what the body returns.
     """
     if layout is None:
-        return body(Shard(0, None, None), rows, heads)
+        # Whoever calls from a shard_map of his own has operands that differ along its axes, and others that do not.
+        return body(Shard(0, None, None), *as_varying((rows, heads), like=(rows, heads)))
     n, vocabulary = jax.tree.leaves(rows)[0].shape[0], heads[0].weight.shape[0]
     share = -(-vocabulary // layout.devices(layout.vocab_axis))
     padded_n = -(-n // layout.devices(layout.token_axis)) * layout.devices(layout.token_axis)
@@ -143,7 +196,8 @@ def over_shards(
     )
 
     def local(rows: Any, heads: tuple[Head, ...]) -> Any:
-        return body(Shard(jax.lax.axis_index(layout.vocab_axis) * share, vocab_axis, token_axis), rows, heads)
+        start = 0 if vocab_axis is None else jax.lax.axis_index(vocab_axis) * share
+        return body(Shard(start, vocab_axis, token_axis), rows, heads)
 
     along_tokens, along_head = PartitionSpec(layout.token_axis), PartitionSpec(layout.vocab_axis)
     out = jax.shard_map(

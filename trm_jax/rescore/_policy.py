@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax import ops
 from trm_jax.models import ComputeConfig, RematPolicy, Transformer, head_token_logps
+from trm_jax.rescore._layout import operator_layout
 from trm_jax.rescore._rows import training_rows
 from trm_jax.types import RolloutBatch
 
@@ -102,6 +103,8 @@ def policy_logps(
         )
     else:
         head = model.head().astype(compute.jnp_dtype)
-        out = ops.linear_logps(flat, head, tokens, temperature=rollout.temperature, support=support)
+        out = ops.linear_logps(
+            flat, head, tokens, temperature=rollout.temperature, support=support, **operator_layout()
+        )
         logps, entropy = out.logps, out.entropy
     return logps.reshape(batch, length), entropy.reshape(batch, length)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from trm_jax import ops
 from trm_jax.models import ComputeConfig, Transformer
+from trm_jax.rescore._layout import operator_layout
 from trm_jax.rescore._policy import policy_logps, response_states, scored_tokens
 from trm_jax.types import RolloutBatch, ScoredBatch
 
@@ -97,6 +98,7 @@ def rescore(
             tokens,
             temperature=part.temperature,
             support=support,
+            **operator_layout(),
         )
         shape = (batch, length)
         assert divergence.token_tv is not None

@@ -22,6 +22,7 @@ from trm_jax import ops
 from trm_jax.checkpoint import Checkpointer
 from trm_jax.data import supervised_stream
 from trm_jax.models import ComputeConfig, Transformer
+from trm_jax.rescore import operator_layout
 from trm_jax.train.config import ModelConfig, TrainConfig
 from trm_jax.train.evaluate import Evaluator
 from trm_jax.train.evidence import NonFiniteError, write_evidence
@@ -156,7 +157,8 @@ def _make_step(
         model: Transformer = nnx.merge(graphdef, params)
         hidden = model(tokens, compute=compute, remat=config.remat).hidden[:, :-1]
         flat = hidden.reshape(-1, hidden.shape[-1])
-        logps = ops.linear_logps(flat, model.head(), tokens[:, 1:].reshape(-1)).logps.reshape(hidden.shape[:2])
+        out = ops.linear_logps(flat, model.head(), tokens[:, 1:].reshape(-1), **operator_layout())
+        logps = out.logps.reshape(hidden.shape[:2])
         target = mask[:, 1:]
         return -jnp.sum(jnp.where(target, logps, 0.0)) / jnp.sum(target)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import AnyArray
+from trm_jax.ops._axis_types import varying
 from trm_jax.ops._dispatch import (
     AnyMesh,
     Implementation,
@@ -15,8 +18,8 @@ from trm_jax.ops._dispatch import (
     rows_at_once,
 )
 from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
-from trm_jax.ops._sharding import layout_of
-from trm_jax.ops.linear_logps._fused import Plan, linear_logps_fused
+from trm_jax.ops._sharding import Layout, layout_of, layout_of_types, with_automatic_axes
+from trm_jax.ops.linear_logps._fused import Plan, check_blocks, linear_logps_fused
 from trm_jax.ops.linear_logps._reference import linear_logps_reference
 from trm_jax.ops.linear_logps._types import LinearLogps
 
@@ -42,42 +45,49 @@ def linear_logps(
     """Log-softmax of a linear head at given tokens, with normaliser and entropy, never holding ``[N, V]``.
 
     ``logps = log softmax(z)[tokens]`` of ``z = cap(hidden · headᵀ + bias) / temperature``, with
-    ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order. Differentiable (reverse mode) in
-    ``hidden``, ``head`` and ``bias``, through all three outputs. Products are accumulated in float32, the head gradient
-    too.
+    ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order: the log π of TRM's ratios
+    ``ρ = π_θ / π_roll``. Differentiable in reverse mode in ``hidden``, ``head`` and ``bias``, through all three outputs
+    (the kernel once, the other forms again). Products are accumulated in float32, the head gradient too.
 
-    Without a mesh the chunked form follows the shardings of its operands as the compiler sees fit. With one, each
-    device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token forward; backward the
-    sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head gradient's sum over
-    ``token_axis`` that data parallelism always needs. The head never moves.
+    With a mesh, each device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token
+    forward; backward the sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head
+    gradient's sum over ``token_axis`` that data parallelism always needs. The head never moves. Without one, operands
+    whose types say over which (explicit) axes their rows are sharded are treated alike. Others the compiler shards as
+    it sees fit: the chunked form then sums over devices chunk by chunk, the hidden states' gradient too, so that a
+    head sharded over the vocabulary wants ``mesh``. Inside a caller's own ``shard_map`` operands are local; one that
+    is the same along an axis along which others differ gets the sum of its gradients.
 
     Args:
       hidden: ``[N, D]`` final hidden states, float32 or bfloat16.
-      head: ``[V, D]`` row-major, as Hugging Face stores ``lm_head`` and tied embeddings.
+      head: ``[V, D]`` row-major, float32 or bfloat16, as Hugging Face stores ``lm_head`` and tied embeddings.
       tokens: ``[N]`` ids in ``[0, V)``; another id, as padding has, gets a NaN log-prob and no gradient of it.
       temperature: positive, static.
       logit_soft_cap: positive, static; None for none.
-      bias: ``[V]`` added to the logits before the cap; ``-inf`` takes a token (a padding row of the head, say) out of
-        the vocabulary.
+      bias: ``[V]`` float32 or bfloat16, added to the logits before the cap; ``-inf`` takes a token (a padding row of
+        the head, say) out of the vocabulary.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left;
         log-prob, normaliser and entropy are those of the policy restricted to them.
       chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
-        on one TPU and on a mesh of them, the chunked form elsewhere. A named one runs or raises.
+        on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or
+        raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
-      mesh: the devices that the operands are sharded over.
+      mesh: the devices to run on, with axes of any type; operands may lie on them in any way.
       vocab_axis: mesh axis of the rows of the head; needed with a mesh. It need not divide V, but a head that it does
-        not divide is copied.
+        not divide is copied, and its gradient gathered.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
 
     Returns:
-      ``LinearLogps`` of float32 ``[N]`` arrays. A token outside its row's support gives ``-inf`` and zero gradients; a
-      row with an empty support gives entropy 0 and zero gradients; NaN stays in its row unless its gradient is asked.
+      ``LinearLogps`` of float32 ``[N]`` arrays. A token outside its row's support has log-prob ``-inf``, which has no
+      gradient (normaliser and entropy keep theirs); a row with an empty support has entropy 0 and no gradient at all;
+      NaN stays in its row unless its gradient is asked.
 
     Raises:
       ValueError: on shapes, axes, or a temperature, cap or chunk size out of range.
-      TypeError: on a head that is not floating point, or a traced temperature, cap or chunk size.
-      NotImplementedError: on a kernel that does not run on this platform or with these options.
+      TypeError: on operands that are neither float32 nor bfloat16, something else than a mesh or axis names, or a
+        traced temperature, cap or chunk size.
+      NotImplementedError: on a kernel that does not run on this platform or with these options, or its second
+        derivative.
 
     >>> import numpy as np
     >>> out = linear_logps(jnp.eye(2), jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.array([0, 1]))
@@ -87,18 +97,31 @@ def linear_logps(
     check_operands("", hidden, head, tokens, support, bias=bias)
     scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
     layout = layout_of(mesh, vocab_axis, token_axis)
-    chosen = choose_implementation("linear_logps", implementation, mesh=mesh, interpret=interpret)
-    if tokens.shape[0] == 0 and chosen == "pallas_tpu":
-        chosen = "chunked"  # nothing to run a kernel on
     h, (y, legal) = jnp.asarray(hidden), legal_tokens(tokens, head.shape[0])
     w = Head(jnp.asarray(head), None, None if bias is None else jnp.asarray(bias))
     bits = None if support is None else jnp.asarray(support)
-    out: LinearLogps
-    if chosen == "reference":
-        out = linear_logps_reference(h, w, y, bits, scaling)
-    else:
-        platform = platform_of(mesh)
-        size = int(chunk_size or default_chunk_size(platform))
-        plan = Plan(chosen, scaling, layout, size, rows_at_once(platform), interpret)
-        out = linear_logps_fused(plan, h, w, y, bits)
-    return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))
+    if layout is None and implementation != "reference":
+        layout = layout_of_types(h, w.weight)
+    chosen = choose_implementation(
+        "linear_logps",
+        implementation,
+        mesh=None if layout is None else layout.mesh,
+        interpret=interpret,
+        typed_by_shard_map=bool(varying((h, w, y, bits))),
+        check_blocks=functools.partial(check_blocks, h, w.weight, supported=bits is not None),
+    )
+    if y.shape[0] == 0 and chosen == "pallas_tpu":
+        chosen = "chunked"  # nothing to run a kernel on
+    platform = platform_of(None if layout is None else layout.mesh)
+    size = int(chunk_size or default_chunk_size(platform))
+
+    def run(layout: Layout | None, h: Array, w: Head, y: Array, bits: Array | None, legal: Array) -> LinearLogps:
+        if chosen == "reference":
+            out = linear_logps_reference(h, w, y, bits, scaling)
+        else:
+            plan = Plan(chosen, scaling, layout, size, rows_at_once(platform), interpret)
+            out = linear_logps_fused(plan, h, w, y, bits)
+        return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))
+
+    out: LinearLogps = with_automatic_axes(layout, run, (h, w, y, bits, legal))
+    return out

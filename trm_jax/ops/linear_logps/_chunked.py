@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from trm_jax.ops._axis_types import as_varying
 from trm_jax.ops._head import Head, Scaling, cap_slope, head_logits, product_precision
 from trm_jax.ops._held import softmax_of_rows
 from trm_jax.ops._partials import SoftmaxPartial, TokenGap
@@ -145,6 +146,7 @@ def logps_gradients(
         jnp.zeros(split_head.weight.shape, head_gradient_dtype),
         None if head.bias is None else jnp.zeros((size, count), jnp.float32),
     )
+    start = as_varying(start, like=(h, head, slopes))
     grads = step(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, step, start)
     grad_hidden, grad_weight, grad_bias = grads
     grad_weight = grad_weight.reshape(-1, width)[:vocabulary]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from trm_jax.ops._axis_types import summed_like, varying
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._partials import SoftmaxPartial, TokenGap, merge_softmax, sum_over
 from trm_jax.ops._sharding import Layout, Shard, over_shards
@@ -17,7 +18,7 @@ from trm_jax.ops._token import token_gap, token_logits
 from trm_jax.ops.linear_logps import _chunked
 from trm_jax.ops.linear_logps._types import LinearLogps, LogpsSlopes, logps_slopes
 
-__all__ = ["Plan", "linear_logps_fused"]
+__all__ = ["Plan", "check_blocks", "linear_logps_fused"]
 
 
 class Plan(NamedTuple):
@@ -73,6 +74,20 @@ def kernel_options(plan: Plan) -> dict[str, Any]:
     }
 
 
+def check_blocks(hidden: Array, head: Array, *, supported: bool) -> None:
+    """Both passes run as kernels on this TPU, or neither.
+
+    Raises:
+      NotImplementedError: no block fits.
+    """
+    from trm_jax.ops._vmem import chip_of
+    from trm_jax.ops.linear_logps._config import logps_blocks
+
+    sizes = hidden.dtype.itemsize, head.dtype.itemsize
+    for gradient in (False, True):
+        logps_blocks(chip_of(None), 1, hidden.shape[1], *sizes, supported=supported, gradient=gradient)
+
+
 def _gradients(
     plan: Plan, shard: Shard, rows: _Rows, slopes: LogpsSlopes, head: Head, head_dtype: jnp.dtype
 ) -> tuple[Array, Array, Array | None]:
@@ -109,6 +124,19 @@ def _gradients(
     return out
 
 
+@jax.custom_jvp
+def _once_differentiable(operands: Any) -> Any:
+    """What kernels read to make a gradient, which has no derivative of its own."""
+    return operands
+
+
+@_once_differentiable.defjvp
+def _once_differentiable_jvp(primals: Any, tangents: Any) -> NoReturn:
+    raise NotImplementedError(
+        "linear_logps: the kernel has no second derivatives: pass implementation='chunked' to differentiate a gradient"
+    )
+
+
 def _rounded(values: Array, dtype: jnp.dtype) -> Array:
     """``values.astype(dtype)``, which the TPU compiler would move ahead of a sum over devices; not so this rounding."""
     if values.dtype == dtype:
@@ -139,6 +167,8 @@ _Residuals = tuple[Array, Head, Array, Array | None, LinearLogps]
 def _linear_logps_fwd(
     plan: Plan, hidden: Array, head: Head, tokens: Array, support: Array | None
 ) -> tuple[LinearLogps, _Residuals]:
+    if plan.implementation == "pallas_tpu":
+        hidden, head = _once_differentiable((hidden, head))
     out = _forward(plan, hidden, head, tokens, support)
     return out, (hidden, head, tokens, support, out)
 
@@ -146,18 +176,22 @@ def _linear_logps_fwd(
 def _linear_logps_bwd(plan: Plan, residuals: _Residuals, cotangents: LinearLogps) -> tuple[Array, Head, None, None]:
     hidden, head, tokens, support, out = residuals
     slopes = logps_slopes(out, cotangents)
+    if plan.implementation == "pallas_tpu":
+        slopes = _once_differentiable(slopes)
+    # Inside a caller's shard_map a head may be the same along axes along which the rows are not.
+    shared = bool(varying((hidden, tokens, support, slopes)) - varying(head))
 
     def body(
         shard: Shard, rows: tuple[_Rows, LogpsSlopes], heads: tuple[Head, ...]
     ) -> tuple[Array, tuple[Array, Array | None]]:
         # What other devices add is summed before it is rounded.
-        dtype = jnp.dtype(jnp.float32) if shard.token_axis else head.weight.dtype
+        dtype = jnp.dtype(jnp.float32) if shard.token_axis or shared else head.weight.dtype
         grad_hidden, grad_weight, grad_bias = _gradients(plan, shard, *rows, heads[0], dtype)
-        grad_hidden = _rounded(sum_over(shard.vocab_axis, grad_hidden), hidden.dtype)
-        grad_weight = _rounded(sum_over(shard.token_axis, grad_weight), head.weight.dtype)
-        if grad_bias is not None:
-            grad_bias = sum_over(shard.token_axis, grad_bias)
-        return grad_hidden, (grad_weight, grad_bias)
+        grad_hidden = summed_like(sum_over(shard.vocab_axis, grad_hidden), hidden)
+        grad_weight = summed_like(sum_over(shard.token_axis, grad_weight), head.weight)
+        if grad_bias is not None and head.bias is not None:
+            grad_bias = summed_like(sum_over(shard.token_axis, grad_bias), head.bias)
+        return _rounded(grad_hidden, hidden.dtype), (_rounded(grad_weight, head.weight.dtype), grad_bias)
 
     grad_hidden, (grad_weight, grad_bias) = over_shards(
         plan.layout, body, ((hidden, tokens, support), slopes), (head,), head_gradients=True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, Int8, UInt8
+from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from trm_jax.numerics import AnyArray
+from trm_jax.ops._axis_types import varying
 from trm_jax.ops._dispatch import (
     AnyMesh,
     Implementation,
@@ -18,8 +20,8 @@ from trm_jax.ops._dispatch import (
     rows_at_once,
 )
 from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
-from trm_jax.ops._sharding import layout_of
-from trm_jax.ops.linear_vocab_divergence._fused import Plan, linear_vocab_divergence_fused
+from trm_jax.ops._sharding import Layout, layout_of, layout_of_types, with_automatic_axes
+from trm_jax.ops.linear_vocab_divergence._fused import Plan, check_blocks, linear_vocab_divergence_fused
 from trm_jax.ops.linear_vocab_divergence._reference import linear_vocab_divergence_reference
 from trm_jax.types import VocabDivergence
 
@@ -54,8 +56,9 @@ def linear_vocab_divergence(
     for the gradient; ``linear_logps`` is the differentiable one. A KL of 1e-7 keeps 1% relative accuracy
     whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%.
 
-    Without a mesh the chunked form follows the shardings of its operands as the compiler sees fit. With one, each
-    device holds its rows of the heads and its tokens, and what travels is 52 to 60 bytes a token of statistics.
+    With a mesh, each device holds its rows of the heads and its tokens, and what travels is 52 to 60 bytes a token of
+    statistics. Without one, operands whose types say over which (explicit) axes their rows are sharded are treated
+    alike; others the compiler shards as it sees fit.
 
     Args:
       policy_hidden: ``[N, D]`` hidden states of the training model, float32 or bfloat16.
@@ -76,9 +79,10 @@ def linear_vocab_divergence(
         applied to both policies.
       chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
-        on one TPU and on a mesh of them, the chunked form elsewhere. A named one runs or raises.
+        on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or
+        raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
-      mesh: the devices that the operands are sharded over.
+      mesh: the devices to run on, with axes of any type; operands may lie on them in any way.
       vocab_axis: mesh axis of the rows of the heads; needed with a mesh. It need not divide V, but a head that it does
         not divide is copied.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
@@ -89,7 +93,8 @@ def linear_vocab_divergence(
 
     Raises:
       ValueError: on shapes, axes, or a temperature, cap or chunk size out of range.
-      TypeError: on an int8 head without its scale, or a traced temperature, cap or chunk size.
+      TypeError: on operands that are neither float32 nor bfloat16, an int8 head without its scale, something else than
+        a mesh or axis names, or a traced temperature, cap or chunk size.
       NotImplementedError: on a kernel that does not run on this platform or with these options.
 
     >>> import numpy as np
@@ -110,33 +115,53 @@ def linear_vocab_divergence(
         )
     scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
     layout = layout_of(mesh, vocab_axis, token_axis)
-    chosen = choose_implementation("linear_vocab_divergence", implementation, mesh=mesh, interpret=interpret)
-    if tokens.shape[0] == 0 and chosen == "pallas_tpu":
-        chosen = "chunked"  # nothing to run a kernel on
 
-    def constant(x: AnyArray) -> jax.Array:
-        out: jax.Array = jax.lax.stop_gradient(jnp.asarray(x))
+    def constant(x: AnyArray) -> Array:
+        out: Array = jax.lax.stop_gradient(jnp.asarray(x))
         return out
 
     def head(weight: AnyArray, scale: AnyArray | None, bias: AnyArray | None) -> Head:
         return Head(constant(weight), *(None if x is None else constant(x) for x in (scale, bias)))
 
-    hp, hr = constant(policy_hidden), constant(rollout_hidden)
+    hidden = (constant(policy_hidden), constant(rollout_hidden))
     y, legal = legal_tokens(tokens, policy_head.shape[0])
-    wp, wr = head(policy_head, None, policy_bias), head(rollout_head, rollout_head_scale, rollout_bias)
-    bits = None if support is None else jnp.asarray(support)
-    out: VocabDivergence
-    if chosen == "reference":
-        out = linear_vocab_divergence_reference(hp, wp, hr, wr, y, bits, scaling=scaling, with_tv=with_tv)
-        return _where_legal(out, legal)
     shared = policy_head is rollout_head and policy_bias is rollout_bias
-    platform = platform_of(mesh)
+    heads: tuple[Head, ...] = (head(policy_head, None, policy_bias),)
+    if not shared:
+        heads += (head(rollout_head, rollout_head_scale, rollout_bias),)
+    bits = None if support is None else jnp.asarray(support)
+    if layout is None and implementation != "reference":
+        layout = layout_of_types(hidden[0], heads[0].weight)
+    chosen = choose_implementation(
+        "linear_vocab_divergence",
+        implementation,
+        mesh=None if layout is None else layout.mesh,
+        interpret=interpret,
+        typed_by_shard_map=bool(varying((hidden, heads, y, bits))),
+        check_blocks=functools.partial(check_blocks, hidden, heads, supported=bits is not None),
+    )
+    if y.shape[0] == 0 and chosen == "pallas_tpu":
+        chosen = "chunked"  # nothing to run a kernel on
+    platform = platform_of(None if layout is None else layout.mesh)
     size = int(chunk_size or default_chunk_size(platform))
-    plan = Plan(chosen, scaling, with_tv, layout, size, rows_at_once(platform), interpret)
-    out = linear_vocab_divergence_fused(plan, hp, hr, (wp,) if shared else (wp, wr), y, bits)
-    return _where_legal(out, legal)
 
+    def run(
+        layout: Layout | None,
+        hidden: tuple[Array, Array],
+        heads: tuple[Head, ...],
+        y: Array,
+        bits: Array | None,
+        legal: Array,
+    ) -> VocabDivergence:
+        if chosen == "reference":
+            out = linear_vocab_divergence_reference(
+                *(hidden[0], heads[0], hidden[1], heads[-1], y, bits), scaling=scaling, with_tv=with_tv
+            )
+        else:
+            plan = Plan(chosen, scaling, with_tv, layout, size, rows_at_once(platform), interpret)
+            out = linear_vocab_divergence_fused(plan, *hidden, heads, y, bits)
+        logps = (jnp.where(legal, x, jnp.nan) for x in (out.policy_logps, out.rollout_logps))
+        return dataclasses.replace(out, **dict(zip(("policy_logps", "rollout_logps"), logps, strict=True)))
 
-def _where_legal(out: VocabDivergence, legal: jax.Array) -> VocabDivergence:
-    logps = (jnp.where(legal, x, jnp.nan) for x in (out.policy_logps, out.rollout_logps))
-    return dataclasses.replace(out, **dict(zip(("policy_logps", "rollout_logps"), logps, strict=True)))
+    out: VocabDivergence = with_automatic_axes(layout, run, (hidden, heads, y, bits, legal))
+    return out

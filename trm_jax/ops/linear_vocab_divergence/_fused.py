@@ -13,7 +13,7 @@ from trm_jax.ops._sharding import Layout, Shard, over_shards
 from trm_jax.ops.linear_vocab_divergence._chunked import vocab_divergence_chunked
 from trm_jax.types import VocabDivergence
 
-__all__ = ["Plan", "linear_vocab_divergence_fused"]
+__all__ = ["Plan", "check_blocks", "linear_vocab_divergence_fused"]
 
 
 class Plan(NamedTuple):
@@ -39,6 +39,25 @@ class Plan(NamedTuple):
 
 
 _Rows = tuple[Array, Array, Array, Array | None]
+
+
+def check_blocks(hidden: tuple[Array, Array], heads: tuple[Head, ...], *, supported: bool) -> None:
+    """The kernels run on this TPU.
+
+    Raises:
+      NotImplementedError: no block fits.
+    """
+    from trm_jax.ops._vmem import chip_of
+    from trm_jax.ops.linear_vocab_divergence._config import divergence_blocks
+
+    divergence_blocks(
+        chip_of(None),
+        1,
+        (hidden[0].shape[1], hidden[1].shape[1]),
+        (hidden[0].dtype.itemsize, hidden[1].dtype.itemsize),
+        tuple(head.weight.dtype.itemsize for head in heads),
+        supported=supported,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))

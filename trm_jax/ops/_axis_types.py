@@ -1,0 +1,64 @@
+"""What the types of operands say of a mesh: axes that are explicit, and those that a caller's own shard_map has split.
+
+``jax.make_mesh`` makes explicit axes by default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from trm_jax.ops._dispatch import AnyMesh
+
+__all__ = ["as_varying", "automatic", "explicit_axes", "explicit_mesh", "rows_axes", "summed_like", "varying"]
+
+
+def explicit_axes(mesh: AnyMesh) -> frozenset[str]:
+    """Axes that are part of the types of arrays."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def explicit_mesh(operands: Any) -> AnyMesh | None:
+    """The mesh with explicit axes that is part of the type of some operand, if there is one."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
+    return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
+
+
+def rows_axes(x: jax.Array) -> tuple[str, ...]:
+    """The explicit axes over which the rows of an array are sharded."""
+    spec = jax.typeof(x).sharding.spec
+    first = spec[0] if len(spec) else None
+    return () if first is None else (first,) if isinstance(first, str) else tuple(first)
+
+
+def automatic(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with its explicit axes made automatic."""
+    kinds = (AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    out: AnyMesh = mesh.update(axis_types=tuple(kinds))
+    return out
+
+
+def varying(operands: Any) -> frozenset[str]:
+    """Axes of a caller's ``shard_map`` (with ``check_vma``) along which some operand may differ."""
+    return frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(operands)))
+
+
+def as_varying(arrays: Any, like: Any) -> Any:
+    """The arrays, typed as varying along every axis along which some array of ``like`` varies."""
+    axes = varying(like)
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
+
+
+def summed_like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+    """The gradient, summed over the axes along which it varies and its operand does not."""
+    axes = tuple(sorted(varying(gradient) - varying(operand)))
+    total: jax.Array = jax.lax.psum(gradient, axes) if axes else gradient
+    return total
