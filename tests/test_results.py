@@ -113,3 +113,90 @@ def test_the_table_of_the_real_evaluation_is_the_committed_result() -> None:
         assert read["read"] == row["problems"]
         assert read["right_but_judged_wrong"] == []
         assert set(read["judged_right_without_a_final_answer"]) <= set(row["right"])
+
+
+def readme(name: str) -> str:
+    return " ".join((ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8").split())
+
+
+def record(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "experiments" / path).read_text(encoding="utf-8"))
+    return found
+
+
+def test_what_is_said_of_the_operators_on_a_cpu_is_the_committed_result() -> None:
+    said, found = readme("ops_cpu"), record("ops_cpu/float32.json")
+    lines = {(line["operator"], line["form"]): line for line in found["lines"]}
+    assert (found["platform"], found["absent"]) == ("cpu", {"pallas_tpu": "needs a TPU"})
+    assert not found["dirty"]
+    rows = {
+        "log-probs": "linear_logps",
+        "log-probs and their gradients": "linear_logps_gradient",
+        "divergences with TV": "linear_vocab_divergence",
+    }
+    for title, operator in rows.items():
+        bounds = re.search(rf"\| {title} \| at most ([\d.]+) \| at most 1/(\d+) \|", said)
+        assert bounds, title
+        line = lines[operator, "chunked"]
+        assert line["time_over_naive"] <= float(bounds[1]), line
+        assert line["temporaries_over_naive"] <= 1 / float(bounds[2]), line
+
+    def over_ours(form: str, operator: str, name: str) -> float:
+        ratio: float = lines[operator, form][name] / lines[operator, "chunked"][name]
+        return ratio
+
+    gradient = "linear_logps_gradient"
+    assert "gradients take at most 1.4, but log-probs up to 2.2 and divergences with TV up to 3" in said
+    for operator, most in ((gradient, 1.4), ("linear_logps", 2.2), ("linear_vocab_divergence", 3.0)):
+        assert 0.8 <= over_ours("matmuls", operator, "seconds_median") ** -1 <= most, operator
+    assert "tokamax's gradient is faster than ours on a CPU, in 0.6 to 1 of our time" in said
+    assert 0.6 <= over_ours("tokamax", gradient, "seconds_median") <= 1.0
+    assert lines[gradient, "tokamax"]["temporaries_over_naive"] == pytest.approx(1, abs=0.01)  # it holds the logits
+    assert "Tunix's forward pass is as fast as ours, within 25%, and holds half of our temporaries" in said
+    assert 0.75 <= over_ours("tunix", "linear_logps", "seconds_median") <= 1.25
+    assert over_ours("tunix", "linear_logps", "temporary_bytes") == pytest.approx(0.5, abs=0.1)
+    assert "its gradient is up to 1.4 times slower, in 2.5 to 3.5 times our temporaries" in said
+    assert 1.0 <= over_ours("tunix", gradient, "seconds_median") <= 1.4
+    assert 2.5 <= over_ours("tunix", gradient, "temporary_bytes") <= 3.5
+
+
+def test_no_error_of_small_divergences_is_above_what_is_said() -> None:
+    said = readme("divergence_accuracy")
+    for name, rows in (("results", 8), ("kernels", 2)):
+        found = record(f"divergence_accuracy/{name}.json")
+        row = re.search(rf"\| `{name}.json` \((\d+) rows a line\) \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", said)
+        assert row, name
+        assert int(row[1]) == found["rows"] == rows
+        assert found["vocabulary"] == 151_936
+        for column, (kind, floor, asked) in enumerate((("kl", 1e-7, 1e-2), ("kl", 1e-5, 1e-3), ("tv", 1e-6, 1e-3)), 2):
+            errors = [
+                line[f"{kind}_error"]
+                for line in found["lines"]
+                if f"{kind}_error" in line and line[f"{kind}_min"] >= floor
+            ]
+            assert len(errors) >= 20, (name, kind)
+            assert max(errors) <= float(row[column]) <= asked, (name, kind, floor)
+
+
+def test_what_is_said_of_programs_compiled_for_tpus_is_in_the_records() -> None:
+    said, found = readme("tpu_aot"), record("tpu_aot/results.json")["results"]
+    assert f"{len(found)} cases" in said
+    kernels = [line for line in found if "kernel" in line]
+    many, one = ([line for line in kernels if (line["tokens"] == 1) is single] for single in (False, True))
+    assert "more than 5 MB beside arguments and outputs, none of N = 4,096 more than 1.5 MB" in said
+    assert max(line["temp_bytes"] for line in kernels) <= 5e6
+    assert max(line["temp_bytes"] for line in kernels if line["tokens"] == 4096) <= 1.5e6
+    assert "of N > 1 none more than 0.2% of one `[N, V]` array" in said
+    assert max(line["temp_share_of_logits"] for line in many) <= 2e-3
+    assert "up to 0.3 MB of statistics and operands, 0.4 to 1.5 times one `[1, V]` array" in said
+    assert max(line["temp_bytes"] for line in one) <= 3e5
+    assert all(0.4 <= line["temp_share_of_logits"] <= 1.5 for line in one)
+
+
+def test_what_is_said_of_schedules_for_narrower_heads_is_in_the_records() -> None:
+    said = readme("tpu_schedule")
+    assert "70% at D = 2,048, and at 576 70% on v5e and v5p but only 30% on v6e and TPU7x" in said
+    for line in record("tpu_schedule/results.json")["results"]:
+        if line["kernel"].startswith("divergence") and line["width"] < 4096:
+            narrow = line["width"] == 576 and line["chip"] in ("v6e", "tpu7x")
+            assert line["occupancy"] >= (0.3 if narrow else 0.7), line

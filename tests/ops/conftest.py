@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,20 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "tpu_aot.py"
 
 
 @pytest.fixture(scope="session")
-def collectives_of() -> Callable[[str], dict[str, list[int]]]:
-    """Of the tool that compiles for TPUs: bytes of every collective in optimised HLO."""
+def tpu_aot() -> ModuleType:
+    """The tool that compiles for TPUs."""
     spec = importlib.util.spec_from_file_location("tpu_aot", TOOL)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:  # it sets variables for the TPU compiler
         patch.setattr("os.environ", dict(os.environ))
         spec.loader.exec_module(module)
-    out: Callable[[str], dict[str, list[int]]] = module.collectives_of
+    return module
+
+
+@pytest.fixture(scope="session")
+def collectives_of(tpu_aot: ModuleType) -> Callable[[str], dict[str, list[int]]]:
+    """Of that tool: bytes of every collective in optimised HLO."""
+    out: Callable[[str], dict[str, list[int]]] = tpu_aot.collectives_of
     return out
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trm_jax import ops
+from trm_jax.types import VocabDivergence
 
 N, D, V = 37, 12, 101  # neither divides any chunk below
 
@@ -171,6 +172,26 @@ def test_unguarded_gradient_of_an_impossible_token_is_zero() -> None:
     assert np.all(np.isfinite(grads))
 
 
+@pytest.mark.parametrize("implementation", ["reference", "chunked", "pallas_tpu"])
+def test_an_empty_support_has_no_gradient_of_any_output(implementation: str) -> None:
+    """Its normaliser is -inf and its entropy 0, whatever the logits; the other rows' gradients are theirs."""
+    hidden, head, tokens = operands()
+    support = random_support(tokens)
+    support[4] = False
+
+    def total(h: jax.Array, w: jax.Array) -> jax.Array:
+        out = ops.linear_logps(h, w, tokens, support=pack(support), implementation=implementation, interpret=True)
+        return jnp.sum(2.0 * out.logsumexp + out.entropy)
+
+    grad_hidden, grad_head = jax.grad(total, (0, 1))(hidden, head)
+    np.testing.assert_array_equal(grad_hidden[4], 0.0)
+    cotangents = np.stack([np.zeros(N), np.full(N, 2.0), np.ones(N)])
+    rest = np.arange(N) != 4
+    wants = oracle_gradient(hidden[rest], head, tokens[rest], 1.0, cotangents[:, rest], support[rest])
+    for got, want in zip((grad_hidden[rest], grad_head), wants, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-5)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_nan_row_without_cotangent_stays_out_of_the_head_gradient(implementation: str) -> None:
     hidden, head, tokens = operands()
@@ -213,6 +234,24 @@ def test_head_gradient_of_many_tokens_is_summed_in_float32() -> None:
     tokens = jnp.zeros(4096, jnp.int32)
     grad = jax.grad(lambda w: jnp.sum(ops.linear_logps(hidden, w, tokens, chunk_size=64).logps))(head)
     np.testing.assert_array_equal(np.asarray(grad, np.float32), [[2048.0], [-2048.0]])  # 4096 · (1 - ½), 4096 · (-½)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pallas_tpu"])
+def test_hidden_gradient_of_shards_is_summed_before_it_is_rounded(implementation: str) -> None:
+    """Rows 1, 1/256 on one device and -1, 0 on another, each of probability ¼: gradient (1 + 1/256 - 1) / 4.
+
+    The first device's addend has nine significant bits, one more than bfloat16: rounded alone, the sum would be 0.
+    """
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    hidden, head = jnp.zeros((1, 1), jnp.bfloat16), jnp.array([[1.0], [1 / 256], [-1.0], [0.0]], jnp.bfloat16)
+
+    def total(h: jax.Array) -> jax.Array:
+        options = {"implementation": implementation, "interpret": True, "mesh": mesh, "vocab_axis": "tensor"}
+        return jnp.sum(ops.linear_logps(h, head, jnp.array([0]), **options).logsumexp)
+
+    grad = jax.grad(total)(hidden)
+    assert grad.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(grad, np.float32), [[1 / 1024]], rtol=2**-8)
 
 
 def test_a_traced_temperature_is_refused() -> None:
@@ -272,6 +311,28 @@ def test_full_logits_are_never_held() -> None:
 
     compiled = jax.jit(jax.value_and_grad(total, (0, 1))).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * v / 4
+
+
+@pytest.mark.parametrize("program", ["logps", "gradient", "divergence"])
+def test_full_logits_are_not_held_by_default(program: str) -> None:
+    """Without ``chunk_size``, of 16,384 tokens: chunks of 256, so a 64th of [N, V] for each array that a chunk has."""
+    n, d, v = 16_384, 8, 8192
+    spec = jax.ShapeDtypeStruct
+    h, w, y = spec((n, d), jnp.float32), spec((v, d), jnp.float32), spec((n,), jnp.int32)
+
+    def logps(h: jax.Array, w: jax.Array, y: jax.Array) -> ops.LinearLogps:
+        return ops.linear_logps(h, w, y)
+
+    def gradient(h: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.grad(lambda h, w: jnp.sum(logps(h, w, y).logps), (0, 1))(h, w)
+
+    def divergence(h: jax.Array, w: jax.Array, y: jax.Array) -> VocabDivergence:
+        return ops.linear_vocab_divergence(h, w, 2 * h, w, y)
+
+    function = {"logps": logps, "gradient": gradient, "divergence": divergence}[program]
+    held = jax.jit(function).lower(h, w, y).compile().memory_analysis().temp_size_in_bytes
+    rows = 64 * n * d  # copies of [N, D], and statistics of tokens
+    assert held < 4 * (4 * n * v / 64) + rows
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from trm_jax import ops
+from trm_jax.types import VocabDivergence
 
 N, D, V = 29, 10, 83
 
@@ -124,6 +127,76 @@ def test_token_outside_the_support_is_impossible_on_both_sides() -> None:
     assert np.all(np.isfinite(out.token_kl))
     assert out.token_kl[5] == 0
     assert out.token_tv[5] == 0
+
+
+FORMS = ["reference", "chunked", pytest.param("pallas_tpu", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_illegal_ids_have_divergences_but_no_log_probs(implementation: str) -> None:
+    args = operands(0.1)
+    padded = args[4].copy()
+    padded[3], padded[7] = -100, V
+    options = {"implementation": implementation, "interpret": True}
+    out, want = (ops.linear_vocab_divergence(*args[:4], ids, **options) for ids in (padded, args[4]))
+    illegal = np.isin(np.arange(N), (3, 7))
+    for name in ("policy_logps", "rollout_logps"):
+        expected = np.where(illegal, np.nan, getattr(want, name))
+        np.testing.assert_allclose(getattr(out, name), expected, rtol=1e-6, err_msg=name)
+    for name in ("token_kl", "token_tv", "policy_entropy", "rollout_entropy"):
+        # The kernel takes the token's own addend out of its sums and puts it back, exactly to a few roundings.
+        np.testing.assert_allclose(getattr(out, name), getattr(want, name), rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_mass_where_the_rollouts_probability_underflows(implementation: str) -> None:
+    """The policy has 0.3 on a token of rollout probability e^-120 / 396, and the rollout's 0.7 times: KL = -ln 0.7.
+
+    Both have one most likely token, of weight 198 beside 198 of weight 1: their logits there are the same.
+    """
+    rollout = np.zeros((200, 2), np.float32)
+    rollout[0] = np.log(198)
+    policy = rollout.copy()
+    rollout[7], policy[7] = -120.0, np.log(0.3 / 0.7 * 396)
+    eye = np.eye(2, dtype=np.float32)
+    out = ops.linear_vocab_divergence(
+        eye, policy, eye, rollout, np.zeros(2, int), implementation=implementation, interpret=True
+    )
+    # 1e-4: logits of 120 have 8e-6 of rounding.
+    np.testing.assert_allclose(out.token_kl, [-np.log(0.7)] * 2, rtol=1e-4)
+    np.testing.assert_allclose(out.token_tv, [0.3] * 2, rtol=1e-4)
+
+
+def kernel_calls(jaxpr: Any) -> list[Any]:
+    """Every Pallas call in a program, those in programs that it calls too."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            found.append(equation)
+            continue
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                found += kernel_calls(inner)
+    return found
+
+
+@pytest.mark.parametrize("with_tv", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_sweeps_of_the_kernel_and_the_heads_that_each_reads(with_tv: bool, shared: bool) -> None:
+    args = operands(0.1)
+
+    def run(policy_hidden: jax.Array, head: jax.Array, hidden: jax.Array, other: jax.Array) -> VocabDivergence:
+        heads = (head, head if shared else other)
+        options = {"implementation": "pallas_tpu", "interpret": True, "with_tv": with_tv}
+        out = ops.linear_vocab_divergence(policy_hidden, heads[0], hidden, heads[1], args[4], **options)
+        assert (out.token_tv is None) is not with_tv
+        return out
+
+    calls = kernel_calls(jax.make_jaxpr(run)(args[0], args[1], args[2], args[3]).jaxpr)
+    assert len(calls) == (2 if with_tv else 1)  # the total variation needs the normalisers first
+    for call in calls:
+        heads = [x for x in call.invars if sorted(x.aval.shape) == [D, V]]
+        assert len(heads) == (1 if shared else 2)
 
 
 def test_nan_stays_in_its_row() -> None:

@@ -49,6 +49,12 @@ def test_only_statistics_and_gradients_travel(topology: str, form: str) -> None:
     assert sum(found["divergence"]["all-reduce"]) == (56 if form == "chunked" else 52) * TOKENS
     gradients = 4 * TOKENS * WIDTH + 4 * share * WIDTH  # the head's is data parallelism itself
     assert sum(found["gradient"]["all-reduce"]) == 20 * TOKENS + gradients  # in float32
+    # D is not N here: the head's gradient, in float32 and its sum over devices beside it, is an eighth of the logits.
+    assert programs["gradient"]["temp_bytes"] < 2 * gradients + (
+        0 if form == "pallas_tpu" else 2.5 * 4 * at_once * share
+    )
+    for name, program in programs.items():
+        assert not program["has_logits_buffer"], name
     if form == "pallas_tpu":  # neither logits nor a copy of the head's share
         for name in ("logps", "divergence"):
             assert programs[name]["temp_bytes"] < share * WIDTH * 2 / 2, name

@@ -207,11 +207,16 @@ def table(options: Options) -> Iterator[dict[str, Any]]:
 
 def main(options: Options) -> None:
     """Measures and writes."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    here = ["git", "-C", str(Path(__file__).resolve().parent)]
+    commit, changes = (
+        subprocess.run([*here, *args], capture_output=True, text=True, check=False).stdout.strip()
+        for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    )
     lines = list(table(options))
     device = jax.devices()[0]
     record = {
         "commit": commit,
+        "dirty": bool(changes),
         "jax": jax.__version__,
         "device": device.device_kind,
         "dtype": "float32 against float64",

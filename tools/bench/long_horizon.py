@@ -87,10 +87,14 @@ def main(options: Options) -> None:
     """Measures, prints and writes."""
     with Console(stderr=True).status(f"KL and TV of {options.tokens:,} tokens over {options.vocabulary:,}"):
         record = measure(options)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    here = ["git", "-C", str(Path(__file__).resolve().parent)]
+    commit, changes = (
+        subprocess.run([*here, *args], capture_output=True, text=True, check=False).stdout.strip()
+        for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    )
     device = jax.devices()[0].device_kind
     record |= {"device": device, "cores": os.cpu_count(), "load": os.getloadavg(), "jax": jax.__version__}
-    record["commit"] = commit
+    record |= {"commit": commit, "dirty": bool(changes)}
     print(json.dumps(record))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

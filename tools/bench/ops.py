@@ -7,7 +7,9 @@ Every line is one operator, implementation and shape: median and quartiles of th
 take turns), the processor's time, the compiler's bytes of temporaries, the FLOPs and bytes that the algorithm needs at
 least, and the time that the device's peak rates allow for them. Peers: "tokamax" (summed loss only, and only where the
 vocabulary is a multiple of its block, because it counts padded columns) and "tunix" (its chunked per-token log-probs);
-reported as absent when not installed. Peak rates of a CPU are measured by one matrix product and one copy.
+reported as absent when not installed. "matmuls" are the chunked form's matrix products and nothing else: what the
+device takes for them in chunks of that size, so that a form's time over theirs is what all the rest costs. Peak rates
+are the vendor's for bfloat16 on a known accelerator, otherwise measured by one matrix product and one copy.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import json
 import math
 import os
 import resource
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +39,10 @@ from rich.progress import track
 from rich.table import Table
 
 from trm_jax import ops
+from trm_jax.ops._dispatch import default_chunk_size
+from trm_jax.ops._head import Head, head_logits, product_precision
+from trm_jax.ops._rows import map_token_chunks
+from trm_jax.ops.linear_logps._chunked import vocabulary_chunks
 from trm_jax.types import VocabDivergence
 
 Array = jax.Array
@@ -116,6 +124,46 @@ def _naive_logps(hidden: Array, head: Array, rollout_hidden: Array, tokens: Arra
     return _at(log_p, tokens), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
+def _made(values: Array) -> Array:
+    """Values that are computed, whatever of them is used."""
+    out: Array = jax.lax.optimization_barrier(values)
+    return out
+
+
+def _forward_matmuls(heads: int) -> Callable[..., Any]:
+    """A chunk of tokens against the head: logits of one policy or two, of which one column is kept."""
+
+    def products(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> Any:
+        def chunk(rows: tuple[Array, ...]) -> list[Array]:
+            return [_made(head_logits(h, Head(head, None, None), None))[:, 0] for h in rows]
+
+        size = default_chunk_size(jax.default_backend())
+        return map_token_chunks(chunk, (hidden, rollout_hidden)[:heads], size)
+
+    return products
+
+
+def _gradient_matmuls(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> tuple[Array, ...]:
+    """Forward, then chunks of the vocabulary against all tokens: logits again, and both gradients."""
+    (n, width), vocabulary = hidden.shape, head.shape[0]
+    size, count = vocabulary_chunks(vocabulary, n, default_chunk_size(jax.default_backend()))
+    precision = product_precision(hidden, head)
+    rows = jnp.pad(head, [(0, size * count - vocabulary), (0, 0)]).reshape(size, count, width)
+    wide = hidden.astype(jnp.float32)
+
+    def step(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        grad_hidden, grad_head = carry
+        part = jax.lax.dynamic_index_in_dim(rows, index, 1, keepdims=False)
+        dz = _made(head_logits(hidden, Head(part, None, None), None))
+        grad_hidden += jnp.dot(dz, part.astype(jnp.float32), precision=precision)
+        grad = jax.lax.dot_general(dz, wide, (((0,), (0,)), ((), ())), precision=precision)
+        return grad_hidden, jax.lax.dynamic_update_index_in_dim(grad_head, grad.astype(head.dtype), index, 1)
+
+    (forward,) = _forward_matmuls(1)(hidden, head, rollout_hidden, tokens)
+    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(rows.shape, head.dtype)
+    return forward, *jax.lax.fori_loop(0, count, step, start)
+
+
 def _loss(logps: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:
     """Value and gradients of what a trainer needs: token log-probs with weights of their own."""
 
@@ -163,6 +211,9 @@ def cases(vocabulary: int) -> tuple[list[Case], dict[str, str]]:
     forms = ["chunked", *(["pallas_tpu"] if on_tpu else [])]
     absent = {} if on_tpu else {"pallas_tpu": "needs a TPU"}
     out = [
+        Case("linear_logps", "matmuls", _forward_matmuls(1), 1),
+        Case("linear_logps_gradient", "matmuls", _gradient_matmuls, 3),
+        Case("linear_vocab_divergence", "matmuls", _forward_matmuls(2), 2),
         Case("linear_logps", "naive", _naive_logps, 1),
         *(Case("linear_logps", form, _ours(form, False), 1) for form in forms),
         Case("linear_logps_gradient", "naive", _loss(_naive_logps), 3),
@@ -192,16 +243,19 @@ def cases(vocabulary: int) -> tuple[list[Case], dict[str, str]]:
 
 
 def peaks(dtype: jnp.dtype) -> tuple[float, float, str]:
-    """FLOP/s and bytes/s of the device, and where they come from."""
-    kind = jax.devices()[0].device_kind
-    if kind in PEAKS:
-        flops, rate = PEAKS[kind]
+    """FLOP/s and bytes/s of the device, and where they come from; the vendors' rates are those of bfloat16."""
+    device = jax.devices()[0]
+    if device.device_kind in PEAKS and dtype == jnp.bfloat16:
+        flops, rate = PEAKS[device.device_kind]
         return flops, rate, "vendor"
-    a, b = jnp.ones((1024, 2048), dtype), jnp.ones((2048, 8192), dtype)
+    n, d, v = (1024, 2048, 8192) if device.platform == "cpu" else (8192, 8192, 8192)
+    a, b = jnp.ones((n, d), dtype), jnp.ones((d, v), dtype)
+    exact = product_precision(a, b)  # as in the operators
     big = jnp.ones(1 << 26, jnp.float32)
-    product = min(_times(jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)), (a, b), 5))
+    dot = jax.jit(lambda a, b: jnp.dot(a, b, precision=exact, preferred_element_type=jnp.float32))
+    product = min(_times(dot, (a, b), 5))
     copy = min(_times(jax.jit(lambda x: x + 1), (big,), 5))
-    return 2 * 1024 * 2048 * 8192 / product, 2 * big.nbytes / copy, "measured: product 1024x2048x8192, copy 256 MiB"
+    return 2 * n * d * v / product, 2 * big.nbytes / copy, f"measured: product {n}x{d}x{v}, copy 256 MiB"
 
 
 def _times(function: Callable[..., Any], args: Sequence[Any], repeats: int) -> list[float]:
@@ -281,7 +335,8 @@ def prepare(case: Case, shape: tuple[int, int, int], dtype: jnp.dtype, args: Seq
 def finish(program: Program, flops: float, rate: float) -> dict[str, Any]:
     """The line with its times and its bound."""
     line = program.line
-    low, median, high = statistics.quantiles(program.times, n=4)
+    median = statistics.median(program.times)
+    low, _, high = statistics.quantiles(program.times, n=4) if len(program.times) > 1 else [median] * 3
     line |= {"seconds_median": median, "seconds_quartiles": [low, high], "seconds_all": program.times}
     line |= {"cpu_seconds_median": statistics.median(program.cpu), "cpu_seconds_all": program.cpu}
     line["bound_seconds"] = max(line["least_flops"] / flops, line["least_bytes"] / rate)
@@ -289,12 +344,31 @@ def finish(program: Program, flops: float, rate: float) -> dict[str, Any]:
     return line
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 def _git(*args: str) -> str:
-    return subprocess.run(["git", *args], capture_output=True, text=True, check=False).stdout.strip()
+    command = ["git", "-C", str(ROOT), *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def compare(lines: list[dict[str, Any]]) -> None:
+    """Adds to each line its time over that of full logits and of the products alone."""
+    by_key = {(line["operator"], line["vocabulary"], line["form"]): line for line in lines}
+    for line in lines:
+        operator = line["operator"].removesuffix("_no_tv")
+        for form in ("naive", "matmuls"):
+            if other := by_key.get((operator, line["vocabulary"], form)):
+                line[f"time_over_{form}"] = line["seconds_median"] / other["seconds_median"]
+                line[f"cpu_time_over_{form}"] = line["cpu_seconds_median"] / other["cpu_seconds_median"]
+                if form == "naive":
+                    line["temporaries_over_naive"] = line["temporary_bytes"] / other["temporary_bytes"]
 
 
 def main(options: Options) -> None:
     """Measures and writes."""
+    if options.repeats < 1:
+        raise SystemExit(f"--repeats must be at least 1, given {options.repeats}")
     dtype = jnp.dtype(options.dtype)
     flops, rate, source = peaks(dtype)
     lines: list[dict[str, Any]] = []
@@ -315,16 +389,10 @@ def main(options: Options) -> None:
             for program in programs:
                 program.time(args)
         lines += [finish(program, flops, rate) for program in programs]
-    by_key = {(line["operator"], line["vocabulary"], line["form"]): line for line in lines}
-    for line in lines:
-        naive = by_key.get((line["operator"].removesuffix("_no_tv"), line["vocabulary"], "naive"))
-        if naive:
-            line["time_over_naive"] = line["seconds_median"] / naive["seconds_median"]
-            line["cpu_time_over_naive"] = line["cpu_seconds_median"] / naive["cpu_seconds_median"]
-            line["temporaries_over_naive"] = line["temporary_bytes"] / naive["temporary_bytes"]
+    compare(lines)
     device = jax.devices()[0]
     record = {
-        "command": f"python tools/bench/ops.py {' '.join(options.shapes)}",
+        "command": shlex.join(["python", *sys.argv]),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "device": device.device_kind,
@@ -365,10 +433,11 @@ def print_table(lines: list[dict[str, Any]]) -> None:
         "of bound",
         "/ naive",
         "CPU / naive",
+        "/ matmuls",
     ):
         table.add_column(name, justify="left" if name in ("operator", "form") else "right")
     for line in lines:
-        ratios = (line.get(name, math.nan) for name in ("time_over_naive", "cpu_time_over_naive"))
+        ratios = (line.get(name, math.nan) for name in ("time_over_naive", "cpu_time_over_naive", "time_over_matmuls"))
         table.add_row(
             line["operator"],
             line["form"],

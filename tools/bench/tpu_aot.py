@@ -7,11 +7,11 @@
 
 Needs libtpu. Each case is one kernel call compiled ahead of time; recorded are the bytes of temporaries in device
 memory (``memory_analysis``), their share of one float32 ``[N, V]`` array, and whether the program has a buffer of that
-size that is neither argument nor output. The compiler refuses a kernel whose blocks do not fit the chip's vector
-memory: compiling is their test. A sharded case is a whole operator on a mesh of a topology's devices, the head's rows
-over one axis and tokens over the other; recorded are also the bytes of every collective's result. Results are added to
-the file, in place of earlier ones of the same case, with a hash of the program that the compiler was given;
-``--missing`` leaves out the cases that the file has of the same program and versions, so that a run that was
+size, padded or not, that is neither argument nor output. The compiler refuses a kernel whose blocks do not fit the
+chip's vector memory: compiling is their test. A sharded case is a whole operator on a mesh of a topology's devices, the
+head's rows over one axis and tokens over the other; recorded are also the bytes of every collective's result. Results
+are added to the file, in place of earlier ones of the same case, with a hash of the program that the compiler was
+given; ``--missing`` leaves out the cases that the file has of the same program and versions, so that a run that was
 interrupted goes on, and one after a change compiles what the change concerns.
 """
 
@@ -205,24 +205,40 @@ def compile_case(case: Case, lowered: Any) -> dict[str, Any]:
         compiled = lowered.compile()
     except Exception as error:  # the compiler's own exception classes are private
         return record | {"error": str(error)[:400]}
-    logits = 4 * case.tokens * case.vocabulary
     memory: Any = compiled.memory_analysis()
-    outputs = {tuple(out.shape) for out in jax.tree.leaves(compiled.out_info)}
-    shapes = (
-        {  # of all but arguments and outputs: at N = D the head and its gradient have as many elements as the logits
-            tuple(int(x) for x in dims.split(","))
-            for line in (compiled.as_text() or "").splitlines()
-            if " parameter(" not in line
-            for dims in re.findall(r"= \(?\w+\[([\d,]+)\]", line)
-        }
-        - outputs
-    )
     return record | {
         "temp_bytes": memory.temp_size_in_bytes,
-        "temp_share_of_logits": memory.temp_size_in_bytes / logits,
-        "has_logits_buffer": case.tokens * case.vocabulary in map(math.prod, shapes),
+        "temp_share_of_logits": memory.temp_size_in_bytes / (4 * case.tokens * case.vocabulary),
+        "has_logits_buffer": has_logits(compiled, case.tokens, case.vocabulary),
         "compile_seconds": round(time.perf_counter() - start, 1),
     }
+
+
+_PADDING = 1024
+"""A dimension that was padded to whole blocks is less than this larger."""
+
+
+def has_logits(compiled: Any, tokens: int, vocabulary: int) -> bool:
+    """Whether a device makes an array of that size, which is no output: at N = D a head's gradient has as many elements
+    as the logits."""
+    outputs = jax.tree.leaves(compiled.out_info), jax.tree.leaves(compiled.output_shardings)
+    known = {sharding.shard_shape(tuple(out.shape)) for out, sharding in zip(*outputs, strict=True)}
+    return bool(logits_in(compiled.as_text() or "", tokens, vocabulary) - known)
+
+
+def logits_in(text: str, tokens: int, vocabulary: int) -> set[tuple[int, ...]]:
+    """Shapes in optimised HLO, but of arguments, that hold a logit of every token and vocabulary entry, padded or not;
+    every member of a tuple is looked at."""
+
+    def holds(shape: tuple[int, ...]) -> bool:
+        sides = sorted(size for size in shape if size > 1)
+        excess = [size - least for size, least in zip(sides, sorted((tokens, vocabulary)), strict=False)]
+        padded = tokens > 1 and len(sides) == 2 and all(0 <= x < _PADDING for x in excess)
+        return padded or math.prod(shape) == tokens * vocabulary
+
+    results = re.findall(r"= (.*?) (?!parameter\()[\w-]+\(", text)
+    shapes = {tuple(map(int, dims.split(","))) for result in results for dims in re.findall(r"\w\[([\d,]+)\]", result)}
+    return set(filter(holds, shapes))
 
 
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "s8": 1, "pred": 1}
@@ -322,6 +338,7 @@ def compile_sharded(case: Sharded, lowered: Any) -> dict[str, Any]:
     return case._asdict() | {
         "devices": devices_of(case.topology).size,
         "temp_bytes": memory.temp_size_in_bytes,
+        "has_logits_buffer": has_logits(compiled, case.tokens, -(-case.vocabulary // case.tensor)),
         "collectives": found,
         "bytes_per_token": sum(map(sum, found.values())) / case.tokens,
         "compile_seconds": round(time.perf_counter() - start, 1),
@@ -365,6 +382,7 @@ def main() -> None:
     parser.add_argument("--sharded", action="append", help="one sharded case as JSON, the fields of Sharded in order")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--missing", action="store_true", help="only cases whose program --output does not have")
+    parser.add_argument("--programs", action="store_true", help="print versions and hashes of the programs alone")
     args = parser.parse_args()
     if args.missing and args.output is None:
         parser.error("--missing needs --output, the file to compare with")
@@ -379,6 +397,9 @@ def main() -> None:
     for case in cases:
         lowered = lower_case(case) if isinstance(case, Case) else lower_sharded(case)
         made_by = versions | {"lowered": hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]}
+        if args.programs:
+            print(json.dumps(case._asdict() | made_by), flush=True)
+            continue
         if args.missing and any(is_of(case, old) and made_by.items() <= old.items() for old in results_of(args.output)):
             continue
         record = compile_case(case, lowered) if isinstance(case, Case) else compile_sharded(case, lowered)

@@ -1,6 +1,6 @@
 """Static schedule of the TPU kernels: cycles of one grid step and matrix unit occupancy, from the compiler's dumps.
 
-    python tools/bench/tpu_schedule.py --output experiments/tpu_schedule/results.json
+    python tools/bench/tpu_schedule.py --output experiments/tpu_schedule/results.json --missing
     python tools/bench/tpu_schedule.py --chip v6e --kernel divergence_tv --width 4096
 
 Needs libtpu, no TPU. **Static figures, not timings**: the compiler lists the bundles that it will issue, one a cycle,
@@ -8,13 +8,13 @@ and knows neither memory nor contention. Where the matrix unit needs longer than
 modelled on every generation), the ideal counts: occupancy is ``ideal / max(bundles, ideal)``, ideal being the
 operations of the products over the peak per cycle. Recorded is the usual tile, the one without the check of a ragged
 vocabulary: a small vocabulary that the block divides has the same one, and compiles in half the time. Results are added
-to the file, in place of earlier ones of the same kernel, chip and width.
+to the file, in place of earlier ones of the same kernel, chip and width, with a hash of the program that the compiler
+was given; ``--missing`` leaves out what the file has of the same program and versions.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import operator
 import os
@@ -68,16 +68,27 @@ def usual_tile(stretches: list[dict[str, Any]]) -> dict[str, Any]:
     return min((s for s in stretches if s["cycles"] > longest / 2), key=lambda s: int(s["cycles"]))
 
 
+MADE_BY = ("jax", "libtpu", "lowered")
+
+
+def _tpu_aot(call: str, chip: str, width: int, *options: str, **environ: str) -> dict[str, str]:
+    """The other tool's run of one case: versions, and the hash of the program."""
+    case = json.dumps([call, chip, TOKENS, width, VOCABULARY])
+    command = [sys.executable, str(Path(__file__).with_name("tpu_aot.py")), "--case", case, *options]
+    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True)
+    if done.returncode or '"error"' in done.stdout:
+        raise RuntimeError(f"{case} did not compile: {done.stdout[-500:]} {done.stderr[-500:]}")
+    record = json.loads(done.stdout.splitlines()[-1])
+    return {name: record[name] for name in MADE_BY}
+
+
 def measure(call: str, chip_name: str, width: int) -> list[dict[str, Any]]:
     """Every kernel of one call, compiled in a process of its own that dumps its schedule."""
     chip = CHIPS[chip_name]
     with tempfile.TemporaryDirectory() as folder:
-        case = json.dumps([call, chip_name, TOKENS, width, VOCABULARY])
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        command = [sys.executable, str(Path(__file__).with_name("tpu_aot.py")), "--case", case]
-        done = subprocess.run(command, env=os.environ | {"LIBTPU_INIT_ARGS": flags}, capture_output=True, text=True)
-        if done.returncode or '"error"' in done.stdout:
-            raise RuntimeError(f"{case} did not compile: {done.stdout[-500:]} {done.stderr[-500:]}")
+        made = _tpu_aot(
+            call, chip_name, width, LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        )
         records = []
         for kernel, (owner, products) in PRODUCTS.items():
             if owner != call:
@@ -101,6 +112,7 @@ def measure(call: str, chip_name: str, width: int) -> list[dict[str, Any]]:
                     "ideal_cycles": ideal,
                     "occupancy": round(ideal / max(tile["cycles"], ideal), 4),
                     "slots_used": tile["units"],
+                    **made,
                 }
             )
         return records
@@ -113,10 +125,15 @@ def main() -> None:
     parser.add_argument("--kernel", action="append", choices=sorted({call for call, _ in PRODUCTS.values()}))
     parser.add_argument("--width", action="append", type=int)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--missing", action="store_true", help="only calls whose program --output does not have")
     args = parser.parse_args()
+    if args.missing and args.output is None:
+        parser.error("--missing needs --output, the file to compare with")
     for chip in args.chip or ("v5e", "v5p", "v6e", "tpu7x"):
         for width in args.width or (4096, 2048, 576):
             for call in args.kernel or dict.fromkeys(call for call, _ in PRODUCTS.values()):
+                if args.missing and has(args.output, call, chip, width):
+                    continue
                 records = measure(call, chip, width)
                 for record in records:
                     blocks = f"{record['block_tokens']}x{record['block_vocabulary']}"
@@ -129,15 +146,27 @@ def main() -> None:
                     add_to(args.output, records)
 
 
+def results_of(output: Path) -> list[dict[str, Any]]:
+    """What the file holds, nothing when there is none."""
+    records: list[dict[str, Any]] = json.loads(output.read_text())["results"] if output.exists() else []
+    return records
+
+
+def has(output: Path, call: str, chip: str, width: int) -> bool:
+    """Whether the file has all kernels of this call, of the program that it is now."""
+    kernels = [kernel for kernel, (owner, _) in PRODUCTS.items() if owner == call]
+    made = _tpu_aot(call, chip, width, "--programs").items()
+    old = [r["kernel"] for r in results_of(output) if (r["chip"], r["width"]) == (chip, width) and made <= r.items()]
+    return set(kernels) <= set(old)
+
+
 def add_to(output: Path, records: list[dict[str, Any]]) -> None:
     """Writes the file after each call, so that an interrupted run keeps what it has."""
     key = operator.itemgetter("chip", "width", "kernel")
-    kept = json.loads(output.read_text())["results"] if output.exists() else []
-    merged = {key(record): record for record in (*kept, *records)}
+    merged = {key(record): record for record in (*results_of(output), *records)}
     note = "static figures from the compiler's schedule, not timings"
-    record = {"note": note, "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}}
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record | {"results": [merged[k] for k in sorted(merged)]}, indent=1) + "\n")
+    output.write_text(json.dumps({"note": note, "results": [merged[k] for k in sorted(merged)]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
