@@ -335,14 +335,23 @@ def compile_sharded(case: Sharded, lowered: Any) -> dict[str, Any]:
     compiled = lowered.compile()
     memory: Any = compiled.memory_analysis()
     found = collectives_of(compiled.as_text() or "")
-    return case._asdict() | {
-        "devices": devices_of(case.topology).size,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "has_logits_buffer": has_logits(compiled, case.tokens, -(-case.vocabulary // case.tensor)),
-        "collectives": found,
-        "bytes_per_token": sum(map(sum, found.values())) / case.tokens,
-        "compile_seconds": round(time.perf_counter() - start, 1),
-    }
+    # Where N = D the head is an array of that size too.
+    logits = (
+        {"has_logits_buffer": has_logits(compiled, case.tokens, -(-case.vocabulary // case.tensor))}
+        if case.tokens != case.width
+        else {}
+    )
+    return (
+        case._asdict()
+        | logits
+        | {
+            "devices": devices_of(case.topology).size,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "collectives": found,
+            "bytes_per_token": sum(map(sum, found.values())) / case.tokens,
+            "compile_seconds": round(time.perf_counter() - start, 1),
+        }
+    )
 
 
 def matrix(chips: list[str], models: list[str], tokens: list[int]) -> Iterator[Case]:

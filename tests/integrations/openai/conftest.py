@@ -183,6 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Quiet."""
 
+    _counts = False  # among the requests that are under way
+
     def do_GET(self) -> None:
         server = self.server
         card: dict[str, Any] = {"id": "policy", "owned_by": "nobody" if server.has("nobody") else OWNER[server.dialect]}
@@ -202,6 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.bodies.append((self.path, body))
             status = server.busy.pop(0) if server.busy else 200
             server.running += 1
+            self._counts = True
             server.most = max(server.most, server.running)
         try:
             if status == 0:  # dies half-way
@@ -223,10 +226,15 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = {"/v1/completions": self._vllm, "/generate": self._sglang, "/completion": self._llama}
                 self._send(answer[self.path](body))
         finally:
-            with server.lock:
-                server.running -= 1
+            self._leave()
+
+    def _leave(self) -> None:
+        with self.server.lock:
+            self.server.running -= self._counts
+            self._counts = False
 
     def _send(self, answer: Any, status: int = 200) -> None:
+        self._leave()  # before the client, which has its answer, asks again
         data = b"<html>" if self.server.has("no JSON") and "data" not in answer else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

@@ -233,6 +233,8 @@ def test_patience_ends(tools: Any) -> None:
         server.busy[:] = [429] * 1000
         with pytest.raises(ServerFailed, match=r"/v1/completions: status 429: not now For 0\.3 s"):
             engine.generate(tools.prompts())
+    with tools.serving("vllm") as server:  # another, which no request from before still asks
+        engine = tools.engine(server, patience=0.3)
         server.busy[:] = [500] + [429] * 1000
         with pytest.raises(ServerFailed, match="status 500: not now"):
             engine.generate(tools.prompts())
