@@ -193,6 +193,18 @@ def test_what_is_said_of_programs_compiled_for_tpus_is_in_the_records() -> None:
     assert all(0.4 <= line["temp_share_of_logits"] <= 1.5 for line in one)
 
 
+def test_what_is_said_of_a_long_sequence_is_the_committed_result() -> None:
+    line = record("long_horizon/results.json")
+    assert (line["tokens"], line["width"], line["vocabulary"]) == (32_768, 1024, 151_936)
+    assert "Below 4 GiB" in readme("long_horizon")
+    assert line["peak_bytes"] < 4 * 2**30
+    assert line["seconds"] < 600
+    assert "1e-3 of KL and TV" in readme("long_horizon")
+    assert max(line["kl_error"], line["tv_error"]) <= 1e-3
+    assert line["finite"]
+    assert line["pinsker"]
+
+
 def test_what_is_said_of_schedules_for_narrower_heads_is_in_the_records() -> None:
     said = readme("tpu_schedule")
     assert "70% at D = 2,048, and at 576 70% on v5e and v5p but only 30% on v6e and TPU7x" in said
