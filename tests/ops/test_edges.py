@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from trm_jax import ops
+from trm_jax.divergences import vocab_divergence
 
 FORMS = [
     {"implementation": "reference"},
@@ -42,3 +43,19 @@ def test_a_policy_without_any_token(form: dict[str, Any]) -> None:
     np.testing.assert_array_equal(other.token_kl, np.inf)
     for out in (without, other):
         np.testing.assert_allclose(out.token_tv, 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", [*FORMS, None], ids=lambda form: form["implementation"] if form else "logits")
+def test_an_infinite_logit_is_in_no_softmax(form: dict[str, Any] | None) -> None:
+    logits = np.array([[np.inf, 1.0, 2.0], [0.0, 1.0, 2.0]], np.float32)
+    finite, tokens = np.ones_like(logits), np.array([1, 1])
+    if form is None:
+        out = vocab_divergence(logits, finite, tokens)
+    else:
+        unit = np.eye(2, dtype=np.float32)
+        bias = np.array([np.inf, 0.0, 0.0], np.float32)
+        out = ops.linear_vocab_divergence(unit, finite.T, unit, finite.T, tokens, policy_bias=bias, **form)
+    bad = slice(0, 1) if form is None else slice(None)
+    for got in (out.token_kl, out.token_tv, out.policy_logps, out.policy_entropy):
+        assert np.isnan(np.asarray(got)[bad]).all()
+    assert np.isfinite(out.rollout_logps).all()

@@ -34,15 +34,15 @@ class Softmax(NamedTuple):
     """Statistics of one softmax row: enough for log-probs, entropy and expectations.
 
     Attributes:
-      shifted: ``z - max``, ``[..., V]``.
-      unnormalised: its exponential, ``[..., V]``.
+      gap: logits less the largest, before the temperature, ``[..., V]``: near 0 exact, where quotients round.
+      unnormalised: ``exp(gap / T)``, ``[..., V]``.
       total: its sum, at least 1 (1 for a row without any token), ``[...]``.
       logsumexp: ``[...]``, ``-inf`` for a row without any token.
       entropy: nats, ``[...]``.
       logps: log-prob of the token, ``[...]``; ``-inf`` for a token outside the support.
     """
 
-    shifted: Float[Array, "*S V"]
+    gap: Float[Array, "*S V"]
     unnormalised: Float[Array, "*S V"]
     total: Float[Array, "*S"]
     logsumexp: Float[Array, "*S"]
@@ -57,26 +57,33 @@ def take_token(values: Array, tokens: Array) -> Array:
     return jnp.take_along_axis(values, legal[..., None].astype(jnp.int32), axis=-1)[..., 0]
 
 
-def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -> Softmax:
+def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *, temperature: float = 1.0) -> Softmax:
     """``lse = log Σ_v e^(z_v)``, ``H = lse - Σ_v π_v z_v`` and ``log π(y) = z_y - lse`` of ``π = softmax(z)``.
+
+    ``z = logits / T``.
 
     The most likely tokens stay out of the sum that is added to 1, so that log-probs and entropies of nearly
     deterministic rows keep their relative accuracy.
 
     Args:
-      logits: ``[..., V]`` float32, the temperature already divided out; ``-inf`` marks tokens outside the support.
+      logits: ``[..., V]`` float32; ``-inf`` marks tokens outside the support.
       tokens: ``[...]`` token ids in ``[0, V)``.
+      temperature: positive.
 
     Returns:
-      ``Softmax``, nats; NaN where a logit is NaN. A row without any token has ``logsumexp = -inf`` and entropy 0.
+      ``Softmax``, nats; NaN where a logit is NaN or ``+inf``. A row without any token has ``logsumexp = -inf`` and
+      entropy 0.
 
     >>> out = softmax_statistics(jnp.log(jnp.array([[1.0, 3.0, 0.0]])), jnp.array([1]))
     >>> [round(float(x[0]), 4) for x in (out.logsumexp, out.entropy, out.logps)]  # log 4, H(1/4, 3/4), log 3/4
     [1.3863, 0.5623, -0.2877]
     """
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
+    top = jnp.where(top == jnp.inf, jnp.nan, top)  # a softmax with an infinite logit is none
     empty = top == -jnp.inf
-    shifted = logits - jnp.where(empty, 0.0, top)[..., None]
+    about = jnp.where(empty, 0.0, top)[..., None]
+    gap = jnp.where(logits == about, 0.0, logits - about)
+    shifted = gap / temperature
     unnormalised = jnp.exp(shifted)
     at_top = shifted == 0.0
     rest = jnp.sum(jnp.where(at_top, 0.0, unnormalised), axis=-1)
@@ -84,20 +91,13 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"]) -
     total = jnp.exp(log_total)
     moment = jnp.sum(jnp.where(unnormalised > 0, unnormalised * shifted, 0.0 * unnormalised), axis=-1)
     return Softmax(
-        shifted=shifted,
+        gap=gap,
         unnormalised=unnormalised,
         total=total,
-        logsumexp=jnp.where(empty, -jnp.inf, top + log_total),
+        logsumexp=jnp.where(empty, -jnp.inf, top / temperature + log_total),
         entropy=log_total - moment / total,
         logps=take_token(shifted, tokens) - log_total,
     )
-
-
-def _below_top(logits: Float[Array, "*S V"]) -> Float[Array, "*S V"]:
-    """``z - max z``, exact near the top; a quotient ``z / T`` would round by the size of ``z``."""
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    return jnp.where(logits == top, 0.0, logits - top)
 
 
 @functools.partial(jax.jit, static_argnames=("with_tv", "temperature"))
@@ -126,16 +126,15 @@ def logits_divergence(
     >>> print(round(float(out.token_kl), 4), out.token_tv)
     0.1308 None
     """
-    policy_logits, rollout_logits = _below_top(policy_logits), _below_top(rollout_logits)
-    policy = softmax_statistics(policy_logits / temperature, tokens)
-    rollout = softmax_statistics(rollout_logits / temperature, tokens)
+    policy = softmax_statistics(policy_logits, tokens, temperature=temperature)
+    rollout = softmax_statistics(rollout_logits, tokens, temperature=temperature)
     in_policy, in_rollout = policy_logits > -jnp.inf, rollout_logits > -jnp.inf
     weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
     both = in_policy & in_rollout
     # NaN logits compare False and must still reach the result.
     both = both | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
-    differ = both & (policy_logits != rollout_logits)  # not so: -inf - -inf
-    raw = jnp.where(differ, policy_logits - rollout_logits, 0.0) / temperature
+    differ = both & (policy.gap != rollout.gap)  # not so: -inf - -inf
+    raw = jnp.where(differ, policy.gap - rollout.gap, 0.0) / temperature
 
     top = jnp.argmax(jnp.where(both, weight, -1.0), axis=-1)
     shift = jnp.where(take_token(both, tokens), take_token(raw, tokens), take_token(raw, top))

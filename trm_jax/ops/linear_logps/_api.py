@@ -8,17 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import AnyArray
-from trm_jax.ops._axis_types import varying
-from trm_jax.ops._dispatch import (
-    AnyMesh,
-    Implementation,
-    choose_implementation,
-    default_chunk_size,
-    platform_of,
-    rows_at_once,
-)
+from trm_jax.ops._choice import choose
+from trm_jax.ops._dispatch import AnyMesh, Implementation
 from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
-from trm_jax.ops._sharding import Layout, layout_of, layout_of_types, with_automatic_axes
+from trm_jax.ops._sharding import Layout, layout_of, with_automatic_axes
 from trm_jax.ops.linear_logps._fused import Plan, check_blocks, linear_logps_fused
 from trm_jax.ops.linear_logps._reference import linear_logps_reference
 from trm_jax.ops.linear_logps._types import LinearLogps
@@ -100,28 +93,25 @@ def linear_logps(
     h, (y, legal) = jnp.asarray(hidden), legal_tokens(tokens, head.shape[0])
     w = Head(jnp.asarray(head), None, None if bias is None else jnp.asarray(bias))
     bits = None if support is None else jnp.asarray(support)
-    if layout is None and implementation != "reference":
-        layout = layout_of_types(h, w.weight)
-    chosen = choose_implementation(
+    choice = choose(
         "linear_logps",
         implementation,
-        mesh=None if layout is None else layout.mesh,
+        layout,
+        hidden=h,
+        head=w.weight,
+        operands=(h, w, y, bits),
+        chunk_size=chunk_size,
         interpret=interpret,
-        typed_by_shard_map=bool(varying((h, w, y, bits))),
         check_blocks=functools.partial(check_blocks, h, w.weight, supported=bits is not None),
     )
-    if y.shape[0] == 0 and chosen == "pallas_tpu":
-        chosen = "chunked"  # nothing to run a kernel on
-    platform = platform_of(None if layout is None else layout.mesh)
-    size = int(chunk_size or default_chunk_size(platform))
 
     def run(layout: Layout | None, h: Array, w: Head, y: Array, bits: Array | None, legal: Array) -> LinearLogps:
-        if chosen == "reference":
+        if choice.implementation == "reference":
             out = linear_logps_reference(h, w, y, bits, scaling)
         else:
-            plan = Plan(chosen, scaling, layout, size, rows_at_once(platform), interpret)
+            plan = Plan(choice.implementation, scaling, layout, choice.chunk_size, choice.rows_at_once, interpret)
             out = linear_logps_fused(plan, h, w, y, bits)
         return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))
 
-    out: LinearLogps = with_automatic_axes(layout, run, (h, w, y, bits, legal))
+    out: LinearLogps = with_automatic_axes(choice.layout, run, (h, w, y, bits, legal))
     return out

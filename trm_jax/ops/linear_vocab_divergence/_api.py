@@ -10,17 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from trm_jax.numerics import AnyArray
-from trm_jax.ops._axis_types import varying
-from trm_jax.ops._dispatch import (
-    AnyMesh,
-    Implementation,
-    choose_implementation,
-    default_chunk_size,
-    platform_of,
-    rows_at_once,
-)
+from trm_jax.ops._choice import choose
+from trm_jax.ops._dispatch import AnyMesh, Implementation
 from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
-from trm_jax.ops._sharding import Layout, layout_of, layout_of_types, with_automatic_axes
+from trm_jax.ops._sharding import Layout, layout_of, with_automatic_axes
 from trm_jax.ops.linear_vocab_divergence._fused import Plan, check_blocks, linear_vocab_divergence_fused
 from trm_jax.ops.linear_vocab_divergence._reference import linear_vocab_divergence_reference
 from trm_jax.types import VocabDivergence
@@ -130,20 +123,17 @@ def linear_vocab_divergence(
     if not shared:
         heads += (head(rollout_head, rollout_head_scale, rollout_bias),)
     bits = None if support is None else jnp.asarray(support)
-    if layout is None and implementation != "reference":
-        layout = layout_of_types(hidden[0], heads[0].weight)
-    chosen = choose_implementation(
+    choice = choose(
         "linear_vocab_divergence",
         implementation,
-        mesh=None if layout is None else layout.mesh,
+        layout,
+        hidden=hidden[0],
+        head=heads[0].weight,
+        operands=(hidden, heads, y, bits),
+        chunk_size=chunk_size,
         interpret=interpret,
-        typed_by_shard_map=bool(varying((hidden, heads, y, bits))),
         check_blocks=functools.partial(check_blocks, hidden, heads, supported=bits is not None),
     )
-    if y.shape[0] == 0 and chosen == "pallas_tpu":
-        chosen = "chunked"  # nothing to run a kernel on
-    platform = platform_of(None if layout is None else layout.mesh)
-    size = int(chunk_size or default_chunk_size(platform))
 
     def run(
         layout: Layout | None,
@@ -153,15 +143,17 @@ def linear_vocab_divergence(
         bits: Array | None,
         legal: Array,
     ) -> VocabDivergence:
-        if chosen == "reference":
+        if choice.implementation == "reference":
             out = linear_vocab_divergence_reference(
                 *(hidden[0], heads[0], hidden[1], heads[-1], y, bits), scaling=scaling, with_tv=with_tv
             )
         else:
-            plan = Plan(chosen, scaling, with_tv, layout, size, rows_at_once(platform), interpret)
+            plan = Plan(
+                choice.implementation, scaling, with_tv, layout, choice.chunk_size, choice.rows_at_once, interpret
+            )
             out = linear_vocab_divergence_fused(plan, *hidden, heads, y, bits)
         logps = (jnp.where(legal, x, jnp.nan) for x in (out.policy_logps, out.rollout_logps))
         return dataclasses.replace(out, **dict(zip(("policy_logps", "rollout_logps"), logps, strict=True)))
 
-    out: VocabDivergence = with_automatic_axes(layout, run, (hidden, heads, y, bits, legal))
+    out: VocabDivergence = with_automatic_axes(choice.layout, run, (hidden, heads, y, bits, legal))
     return out
