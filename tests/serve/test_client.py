@@ -18,7 +18,7 @@ from trm_jax.serve import Completion, Connection, RolloutClient, SampleRequest, 
 REQUEST = SampleRequest(prompt=[1], seeds=[0], max_tokens=2, version=4, weights="5e")
 
 
-def reply(*weights: str, tokens: int = 2) -> Any:
+def reply(*weights: str, tokens: int = 2, finish: str = "length") -> Any:
     logps = np.zeros(tokens, np.float32)
     done = Completion(
         sample=0,
@@ -26,7 +26,7 @@ def reply(*weights: str, tokens: int = 2) -> Any:
         logps=logps,
         model_logps=logps,
         versions=np.full(tokens, 4, np.int32),
-        finish="length",
+        finish=finish,
         weights=weights,
     )
     message = wire.DecodeResponse()
@@ -35,12 +35,15 @@ def reply(*weights: str, tokens: int = 2) -> Any:
 
 
 @contextmanager
-def answering(generate: Callable[[int, grpc.ServicerContext], Any]) -> Iterator[str]:
-    """A server whose ``n``-th request for samples, from 0 on, is taken and answered by ``generate(n, context)``."""
+def answering(generate: Callable[[int, grpc.ServicerContext], Any], *first: Any) -> Iterator[str]:
+    """A server whose ``n``-th request for samples, from 0 on, is taken and answered by ``first`` and then by
+    ``generate(n, context)``. Before it has read what came first, a client cannot see how a call ends.
+    """
     count = itertools.count()
 
     def taken(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         context.send_initial_metadata(((wire.ACCEPTED, "1"),))
+        yield from first
         yield generate(next(count), context)
 
     method = grpc.unary_stream_rpc_method_handler(
@@ -104,7 +107,7 @@ def test_a_request_that_brings_the_server_down_each_time_is_given_up():
         return context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
 
     with (
-        answering(generate) as target,
+        answering(generate, reply("5e", finish="")) as target,
         RolloutClient(Connection(target=target, patience=60)) as client,
         pytest.raises(ServingError, match=r"went away 10 times while it served the same request .*killed"),
     ):
