@@ -1,14 +1,19 @@
-"""Every test sees eight simulated devices, and the pure rooms are type-checked at run time."""
+"""Every test sees eight simulated devices and one compilation cache; the pure rooms are type-checked at run time."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "host_platform_device_count" not in _FLAGS:
     os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 # A parameter annotated float takes whatever a user has for a number: 2, 2.0, np.float32(2).
@@ -26,3 +31,26 @@ install_import_hook(
     ],
     f"beartype.beartype(conf={_CONF})",
 )
+
+
+@pytest.fixture(scope="session")
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_once(cache_directory: Path) -> Iterator[None]:
+    """A program that several tests need, here or in a process that they start, is compiled once a worker."""
+    options = {
+        "jax_compilation_cache_dir": str(cache_directory),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

@@ -208,7 +208,7 @@ COVERED = {
 
 
 @pytest.mark.parametrize("name", list(COVERED))
-@pytest.mark.parametrize(("n", "confidence"), [(30, 0.8), (400, 0.95)])
+@pytest.mark.parametrize(("n", "confidence"), [(30, 0.8), pytest.param(400, 0.95, marks=pytest.mark.slow)])
 def test_coverage(name: str, n: int, confidence: float) -> None:
     pair, threshold = COVERED[name]
     keep = pair.token_kl.max(axis=1) <= threshold

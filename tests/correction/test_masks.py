@@ -115,7 +115,7 @@ def test_bounds_act_on_the_ratio_and_not_on_its_inverse() -> None:
     np.testing.assert_allclose(sequence, [[0.0], [0.65]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 100, 8000])
+@pytest.mark.parametrize("length", [1, pytest.param(100, marks=pytest.mark.slow), 8000])
 def test_length_neutral_forms_decide_alike_at_every_length(length: int) -> None:
     # Ratio e^-0.001 on every token: geometric mean .999, mean |ρ - 1| = 9.995e-4, at every length.
     log_ratio, mask = np.full((1, length), -1e-3), np.ones((1, length), bool)

@@ -152,7 +152,14 @@ def test_packed_equals_unpacked(baseline: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("axes", [("rows", None), (None, "tokens"), ("rows", "tokens")])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(("rows", None), marks=pytest.mark.slow),
+        pytest.param((None, "tokens"), marks=pytest.mark.slow),
+        ("rows", "tokens"),
+    ],
+)
 def test_sharded_equals_unsharded(
     baseline: dict[str, Any], kind: AxisType, axes: tuple[str | None, str | None]
 ) -> None:
@@ -189,7 +196,9 @@ def test_nan_never_passes() -> None:
         assert out[name][2, 0] == 0, name
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(0, 4), pytest.param((3, 0), marks=pytest.mark.slow), pytest.param((1, 1), marks=pytest.mark.slow)]
+)
 def test_empty_batches(shape: tuple[int, int]) -> None:
     x = {k: np.zeros(shape, v.dtype) for k, v in make().items()}
     for name, out in run(x).items():

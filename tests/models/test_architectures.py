@@ -51,7 +51,7 @@ def test_goldens_cover_the_architectures():
     assert kinds == {"llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v2"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", default(*(name for name in NAMES if name != "deepseek_v2_query")))
 def test_logits_and_every_hidden_state_are_those_of_transformers(load, forward, name):
     model, golden, _ = load(name)
     out = forward(model, golden["tokens"], layer_states=True)
@@ -120,7 +120,7 @@ def test_bfloat16_parameters_are_near(load, forward, name):
     assert 1e-4 < np.median(np.abs(difference)) < 3e-2, flipped
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", default("deepseek_v2", "qwen2", "qwen3_moe"))
 def test_a_checkpoint_comes_back_with_the_same_bytes(load, tmp_path, name):
     model, golden, place = load(name)
     files = export_pretrained(model, tmp_path / "again", like=place)

@@ -29,7 +29,9 @@ def test_grouping_by_hand():
 
 
 @pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "megablox"])
-@pytest.mark.parametrize("rows", [1, 7, 96, 1000])
+@pytest.mark.parametrize(
+    "rows", [1, pytest.param(7, marks=pytest.mark.slow), pytest.param(96, marks=pytest.mark.slow), 1000]
+)
 @pytest.mark.parametrize("case", ["even", "one", "skewed"])
 def test_every_assignment_has_a_place_in_its_group(implementation, rows, case):
     rng, groups = np.random.default_rng(rows), 5

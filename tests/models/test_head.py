@@ -127,7 +127,7 @@ def token_loss(hidden, head, tokens, weights, compute, support):
 
 
 @pytest.mark.parametrize("compute", [PLAIN, TILED])
-@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("truncated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_are_those_of_float64_differences(states, compute, truncated):
     hidden, head, tokens = states
     kept = np.random.default_rng(1).random((6, 11)) < (0.6 if truncated else 2.0)

@@ -13,6 +13,7 @@ from flax import nnx
 from trm_jax.models import ComputeConfig, KVCache, Transformer, TransformerConfig, init_cache
 
 KINDS = ["dense", "gqa", "tied", "moe"]
+FAST = [kind if kind in ("gqa", "moe") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 # Two layers of width 16 in float32: some hundred roundings of 6e-8 each on values of order one.
 ATOL = 2e-5
 
@@ -38,7 +39,7 @@ def test_hidden_states_are_those_of_the_float64_oracle(build, forward, to_numpy,
     assert out.cache is None
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_experts_a_token(build, forward, to_numpy, numpy_forward, k):
     model = build("moe", experts_per_token=k)
     tokens = tokens_of(1, 7, seed=5)
@@ -113,7 +114,7 @@ def test_no_gradient_flows_from_a_state_to_a_later_token(build, quick_jit):
     assert np.all(np.any(np.asarray(grad)[[1, 2, 3]] != 0, axis=1))
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_rows_equal_unpacked_ones(build, forward, invariant):
     model, compute = build("gqa"), ComputeConfig(batch_invariant=invariant)
     a, b = tokens_of(1, 4, 1)[0], tokens_of(1, 6, 2)[0]
@@ -128,7 +129,7 @@ def test_packed_rows_equal_unpacked_ones(build, forward, invariant):
     assert not np.allclose(mixed_up[4:10], out[4:10], atol=1e-2)  # without segments they do attend across
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAST)
 def test_prefill_and_decode_with_a_cache_equal_the_full_forward(build, forward, kind):
     model, compute = build(kind), ComputeConfig()
     tokens = tokens_of(3, 9)

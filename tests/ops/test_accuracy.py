@@ -122,7 +122,7 @@ both_forms = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("offset", [40.0, 1000.0])
+@pytest.mark.parametrize("offset", [pytest.param(40.0, marks=pytest.mark.slow), 1000.0])
 @both_forms
 def test_an_offset_costs_no_digits(offset: float, form: dict[str, str | bool], tool: ModuleType) -> None:
     """The difference of logits 1000 apart rounds by 3e-5, a tenth of these differences."""
@@ -185,7 +185,7 @@ def check_options(policy: np.ndarray, rollout: np.ndarray, form: dict[str, str |
     return out
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.3])
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.3, marks=pytest.mark.slow)])
 @every_form
 def test_a_temperature_costs_no_digits(temperature: float, form: dict[str, str | bool], tool: ModuleType) -> None:
     """Two tokens near 20 share all mass, 2e-5 apart from policy to policy: 33 has a last digit of 4e-6."""
@@ -201,7 +201,7 @@ def test_a_temperature_costs_no_digits(temperature: float, form: dict[str, str |
     np.testing.assert_allclose(raw.token_tv, out.token_tv, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("cap", "temperature"), [(30.0, 0.6), (50.0, 0.8)])
+@pytest.mark.parametrize(("cap", "temperature"), [(30.0, 0.6), pytest.param(50.0, 0.8, marks=pytest.mark.slow)])
 @every_form
 def test_a_soft_cap_costs_no_digits(
     cap: float, temperature: float, form: dict[str, str | bool], tool: ModuleType

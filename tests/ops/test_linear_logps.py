@@ -73,7 +73,7 @@ def oracle_gradient(
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 @pytest.mark.parametrize("restricted", [False, True])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_values_and_gradients(implementation: str, restricted: bool, temperature: float) -> None:
     hidden, head, tokens = operands()
     support = random_support(tokens) if restricted else None
@@ -124,7 +124,9 @@ def test_gradients_are_central_differences() -> None:
             np.testing.assert_allclose(gradient[at], (ends[0] - ends[1]) / 2e-5, rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 37, 1000])
+@pytest.mark.parametrize(
+    "chunk_size", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(37, marks=pytest.mark.slow), 1000]
+)
 def test_chunking_does_not_matter(chunk_size: int) -> None:
     hidden, head, tokens = operands()
     bits = pack(random_support(tokens))

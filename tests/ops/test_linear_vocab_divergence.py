@@ -63,7 +63,9 @@ def test_against_float64(implementation: str, restricted: bool) -> None:
         np.testing.assert_allclose(getattr(out, name), want, rtol=2e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 29, 500])
+@pytest.mark.parametrize(
+    "chunk_size", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(29, marks=pytest.mark.slow), 500]
+)
 def test_chunking_does_not_matter(chunk_size: int) -> None:
     args = operands(0.05)
     got = ops.linear_vocab_divergence(*args, chunk_size=chunk_size)

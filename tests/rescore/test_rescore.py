@@ -92,7 +92,7 @@ def test_a_head_that_the_engine_did_not_use_shows(tools):
     assert float(checks["max/recorded_logp_error"][0]) > 0.05
 
 
-@pytest.mark.parametrize("compute", [PLAIN, TILED])
+@pytest.mark.parametrize("compute", [PLAIN, pytest.param(TILED, marks=pytest.mark.slow)])
 def test_microbatches_change_nothing(tools, compute):
     case = tools.case(truncated=True)
     whole, whole_checks = score(tools, case, compute=compute)

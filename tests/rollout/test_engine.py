@@ -61,7 +61,11 @@ def test_recorded_log_probs_and_states_are_those_of_a_full_forward_pass(tools, r
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"slots": 1, "prefill_rows": 1, "decode_chunk": 1}, {"slots": 16, "prefill_rows": 3, "decode_chunk": 9}]
+    "sizes",
+    [
+        pytest.param({"slots": 1, "prefill_rows": 1, "decode_chunk": 1}, marks=pytest.mark.slow),
+        {"slots": 16, "prefill_rows": 3, "decode_chunk": 9},
+    ],
 )
 def test_scheduling_changes_no_token(tools, prompts, rollout, sizes):
     other = tools.engine(**sizes).generate(prompts)

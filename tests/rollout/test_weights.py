@@ -13,11 +13,9 @@ from trm_jax.rollout import RolloutNumerics, WeightLag, convert_weights
 
 FLOAT32 = jnp.dtype("float32")
 MATMULS = ("query", "key", "value", "output", "gate", "up", "down")
-FORMATS = [
-    RolloutNumerics(weight_format="int8"),
-    RolloutNumerics(weight_format="int4", group_size=16, quantize_head=True, dtype="bfloat16"),
-]
+FORMATS = [RolloutNumerics(weight_format="int4", group_size=16, quantize_head=True, dtype="bfloat16")]
 MORE_FORMATS = [
+    RolloutNumerics(weight_format="int8"),
     RolloutNumerics(weight_format="bfloat16", dtype="bfloat16"),
     RolloutNumerics(weight_format="int8", quantize_head=True),
     RolloutNumerics(weight_format="bfloat16"),

@@ -1,4 +1,4 @@
-"""The toy experiment of ``driver.py``, and one compilation cache for everything in this folder."""
+"""The toy experiment of ``driver.py``, in this process and in others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from trm_jax.models import make_mesh
 from trm_jax.train import Checkpointer, TrainConfig, TrainRun, build
@@ -31,29 +30,6 @@ def driver() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="session")
-def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="package", autouse=True)
-def compile_once(cache_directory: Path) -> Iterator[None]:
-    """Programs that several tests need, here or in a process that they start, are compiled once."""
-    options = {
-        "jax_compilation_cache_dir": str(cache_directory),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def with_keys(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from trm_jax.train.sampling import Sampler
 BASE = {"eval.prompts": 0, "rollout.lag": 0, "loss.minibatches": 1}
 
 
+@pytest.mark.slow
 def test_at_staleness_0_sampling_in_a_thread_changes_no_bit(learns, make_config, go, bits):
     in_turn, apart = learns("turn", {}), learns("apart", {})
     config = make_config(BASE)
