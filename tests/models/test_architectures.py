@@ -108,7 +108,7 @@ def test_packed_rows_equal_unpacked_ones(load, forward, name):
     np.testing.assert_allclose(out[7:], golden["states"][-1][1, :12], atol=ATOL)
 
 
-@pytest.mark.parametrize("name", default("qwen3_moe"))
+@pytest.mark.parametrize("name", default("qwen3"))
 def test_bfloat16_parameters_are_near(load, forward, name):
     _, golden, place = load(name)
     model = load_pretrained(place, param_dtype=jnp.dtype("bfloat16"))

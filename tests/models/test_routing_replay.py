@@ -76,6 +76,7 @@ def test_replay_removes_the_mismatch_that_flipped_experts_make(build, forward):
     assert worst(replayed) < 0.6 * worst(free)
 
 
+@pytest.mark.slow
 def test_a_rollout_in_bfloat16_is_replayed_step_by_step_and_at_once(build, forward):
     model, compute = build("moe"), ComputeConfig(dtype="bfloat16")
     cache, routes = init_cache(model.config, 3, 9, compute), []

@@ -172,7 +172,7 @@ def weighted_sum(quick_jit, model: Transformer, tokens, readout, **options):
     return quick_jit(jax.value_and_grad(value))(params)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "moe"])
+@pytest.mark.parametrize("kind", [pytest.param("gqa", marks=pytest.mark.slow), "moe"])
 def test_gradients_are_the_central_differences_of_the_oracle(build, quick_jit, to_numpy, numpy_forward, kind):
     model = build(kind)
     tokens = tokens_of(1, 5, seed=4)

@@ -71,6 +71,7 @@ def test_proximal_is_rollout_to_the_bit_and_divergence_is_nil(tools, n_experts, 
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SamplingConfig(temperature=0.8, top_p=0.8)])
 def test_the_plain_arithmetic_on_policy_has_ratio_one_within_rounding(tools, sampling):
     """With top-p the recorded log-probs are renormalised; the support on both sides is what makes the ratio 1."""
