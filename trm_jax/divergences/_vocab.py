@@ -1,14 +1,13 @@
 """Full-vocabulary comparison of two policies from their logits.
 
 KL is a shifted cumulant, so that values near 1e-9 keep their digits in float32: with ``x = (z_θ - z_roll) - c0``, both
-logits counted from their largest, ``c0`` the difference of the sampled token, ``u = E_roll[expm1 x]`` and
-``b = E_roll[x]``,
+logits counted from their largest, ``c0`` the difference of the rollout's likeliest token and ``u = E_roll[expm1 x]``,
 
-    ``lse_θ - lse_roll = c0 + log1p(u)``  and  ``KL(π_roll ‖ π_θ) = log1p(u) - b``.
+    ``lse_θ - lse_roll = c0 + log1p(u)``,  ``d = log π_θ - log π_roll = x - log1p(u)``,
+    ``KL(π_roll ‖ π_θ) = Σ π_roll (expm1(d) - d)``  and  ``TV = ½ Σ π_roll |expm1 d|``:
 
-Policies far apart (``|u| >= 1/2``) use ``lse_θ - lse_roll - E_roll[z_θ - z_roll]``, which no longer cancels there.
-TV is ``½ Σ π_roll |expm1 d|`` with ``d = x - log1p u``: subtracting two softmaxes would carry the rounding of both
-normalisers. Where TV is computed, KL is ``Σ π_roll (expm1(d) - d)``, two digits better still.
+sums of terms that are not negative, where ``log1p(u) - E_roll[x]`` and the difference of two softmaxes would carry the
+rounding of both normalisers. Policies far apart (``|u| >= 1/2``) take ``lse_θ - lse_roll`` as it stands.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def logits_divergence(
       rollout_logits: ``[..., V]`` float32, likewise.
       tokens: ``[...]`` sampled token ids in ``[0, V)``.
       temperature: of both (static).
-      with_tv: also the total variation, by a second pass, which makes KL more accurate as well (static).
+      with_tv: also the total variation (static).
 
     Returns:
       ``VocabDivergence`` as ``vocab_divergence``; ``token_tv`` is None without ``with_tv``.
@@ -137,13 +136,12 @@ def logits_divergence(
     raw = jnp.where(differ, policy.gap - rollout.gap, 0.0) / temperature
 
     top = jnp.argmax(jnp.where(both, weight, -1.0), axis=-1)
-    shift = jnp.where(take_token(both, tokens), take_token(raw, tokens), take_token(raw, top))
+    shift = take_token(raw, top)
     x = raw - shift[..., None]
 
     # Outside the policy's support expm1(-inf) = -1 and KL is infinite; outside the rollout's, mass is missing from u.
     ratio = jnp.where(both, jnp.expm1(jnp.minimum(x, _EXPONENT_LIMIT)), -1.0)
     u = jnp.sum(weight * ratio, axis=-1)
-    b = jnp.sum(jnp.where(both, weight * x, 0.0), axis=-1)
     outside = jnp.sum(jnp.where(in_rollout, 0.0, policy.unnormalised), axis=-1) / policy.total
     covered = jnp.log1p(-jnp.minimum(outside, _FAR_APART))
 
@@ -154,16 +152,14 @@ def logits_divergence(
     # The last test catches mass that float32 lost in u because its rollout probability underflowed.
     far = (jnp.abs(u) >= _FAR_APART) | (outside >= _FAR_APART) | (jnp.abs(close - difference) > 0.05)
     normaliser = jnp.where(far & ~jnp.isnan(u), difference, close)
-    kl, tv = jnp.maximum(normaliser - b, 0.0), None
+    d = x - normaliser[..., None]
+    near = both & (d <= 1.0)
+    safe = jnp.where(near, d, 0.0)
+    gap = policy.unnormalised / policy.total[..., None] - weight
+    far_terms = gap - jnp.where(both, weight * d, 0.0)
+    kl = jnp.sum(jnp.where(near, weight * expm1_minus_identity(safe), far_terms), axis=-1)
+    tv = None
     if with_tv:
-        # Centred log-ratios make KL a sum of non-negative terms as well, insensitive to the normaliser's rounding.
-        d = x - normaliser[..., None]
-        near = both & (d <= 1.0)
-        safe = jnp.where(near, d, 0.0)
-        gap = policy.unnormalised / policy.total[..., None] - weight
-        kl = jnp.sum(
-            jnp.where(near, weight * expm1_minus_identity(safe), gap - jnp.where(both, weight * d, 0.0)), axis=-1
-        )
         tv = 0.5 * jnp.sum(jnp.where(near, weight * jnp.abs(jnp.expm1(safe)), jnp.abs(gap)), axis=-1)
         tv = jnp.where(jnp.isnan(u) | jnp.isnan(difference), jnp.nan, jnp.minimum(tv, 1.0))
     kl = jnp.where(jnp.any(in_rollout & ~in_policy, axis=-1), jnp.inf, kl)
@@ -191,7 +187,7 @@ def vocab_divergence(
     Args:
       policy_logits: ``[..., V]``, before the temperature; ``-inf`` marks tokens outside the support (top-k, top-p).
       rollout_logits: ``[..., V]``, likewise; the two supports may differ.
-      tokens: ``[...]`` sampled token ids in ``[0, V)``; any other gives NaN log-probs and divergences.
+      tokens: ``[...]`` sampled token ids in ``[0, V)``; any other gives NaN log-probs. Divergences do not depend on it.
       temperature: positive; both logits are divided by it.
 
     Returns:
