@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
 import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -215,6 +217,7 @@ def main(options: Options) -> None:
     lines = list(table(options))
     device = jax.devices()[0]
     record = {
+        "command": shlex.join(["python", *sys.argv]),
         "commit": commit,
         "dirty": bool(changes),
         "jax": jax.__version__,

@@ -12,7 +12,9 @@ import dataclasses
 import json
 import os
 import resource
+import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,7 @@ def main(options: Options) -> None:
     )
     device = jax.devices()[0].device_kind
     record |= {"device": device, "cores": os.cpu_count(), "load": os.getloadavg(), "jax": jax.__version__}
-    record |= {"commit": commit, "dirty": bool(changes)}
+    record |= {"command": shlex.join(["python", *sys.argv]), "commit": commit, "dirty": bool(changes)}
     print(json.dumps(record))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """Time, memory and roofline of the operators, beside naive full logits and what peers do, on the device at hand.
 
-    python tools/bench/ops.py --out experiments/ops_cpu/results.json
-    python tools/bench/ops.py --shapes qwen3-8b --dtype bfloat16 --out experiments/ops_v6e/results.json
+    python tools/bench/ops.py --out experiments/ops_cpu/float32.json
+    python tools/bench/ops.py --shapes qwen3-8b --dtype bfloat16 --out experiments/ops_v6e/bfloat16.json
 
 Every line is one operator, implementation and shape: median and quartiles of the wall time of single calls (the forms
-take turns), the processor's time, the compiler's bytes of temporaries, the FLOPs and bytes that the algorithm needs at
-least, and the time that the device's peak rates allow for them. Peers: "tokamax" (summed loss only, and only where the
+take turns), the processor's time, the compiler's bytes of temporaries and of the peak (with arguments and results), the
+FLOPs and bytes that the algorithm needs at least, and the time that the device's peak rates allow for them. Peers: "tokamax" (summed loss only, and only where the
 vocabulary is a multiple of its block, because it counts padded columns) and "tunix" (its chunked per-token log-probs);
 reported as absent when not installed. "matmuls" are the chunked form's matrix products and nothing else: what the
 device takes for them in chunks of that size, so that a form's time over theirs is what all the rest costs. Peak rates
@@ -20,7 +20,6 @@ import importlib.util
 import json
 import math
 import os
-import resource
 import shlex
 import statistics
 import subprocess
@@ -208,7 +207,7 @@ def _installed(name: str) -> bool:
 def cases(vocabulary: int) -> tuple[list[Case], dict[str, str]]:
     """The lines to measure, and why some are absent."""
     on_tpu = jax.default_backend() == "tpu"
-    forms = ["chunked", *(["pallas_tpu"] if on_tpu else [])]
+    forms = ["reference", "chunked", *(["pallas_tpu"] if on_tpu else [])]
     absent = {} if on_tpu else {"pallas_tpu": "needs a TPU"}
     out = [
         Case("linear_logps", "matmuls", _forward_matmuls(1), 1),
@@ -325,7 +324,7 @@ def prepare(case: Case, shape: tuple[int, int, int], dtype: jnp.dtype, args: Seq
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "argument_bytes": int(memory.argument_size_in_bytes),
         "output_bytes": int(memory.output_size_in_bytes),
-        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of all lines so far
+        "peak_bytes": int(memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes),
         "least_flops": 2 * n * d * v * case.products,
         "least_bytes": heads * v * d * item + 2 * heads * n * d * item,
     }
@@ -381,9 +380,7 @@ def main(options: Options) -> None:
             c for c in wanted if not options.only or any(part in f"{c.operator} {c.form}" for part in options.only)
         ]
         args = arguments(shape, dtype)
-        # Small programs first, so that the process's peak is that of the line at hand.
-        ordered = sorted(chosen, key=lambda case: case.form == "naive")
-        programs = [prepare(case, shape, dtype, args) for case in track(ordered, description=f"{name}: compile")]
+        programs = [prepare(case, shape, dtype, args) for case in track(chosen, description=f"{name}: compile")]
         # The forms take turns: what else the machine does meets all of them.
         for _ in track(range(options.repeats), description=f"{name}: time"):
             for program in programs:
@@ -427,6 +424,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
         "N, D, V",
         "s",
         "temporaries",
+        "peak",
         "GFLOP",
         "bytes",
         "GFLOP/s",
@@ -444,13 +442,14 @@ def print_table(lines: list[dict[str, Any]]) -> None:
             f"{line['tokens']}, {line['width']}, {line['vocabulary']}",
             f"{line['seconds_median']:.3g}",
             f"{line['temporary_bytes'] / 2**20:.0f} MiB",
+            f"{line['peak_bytes'] / 2**20:.0f} MiB",
             f"{line['least_flops'] / 1e9:.0f}",
             f"{line['least_bytes'] / 2**20:.0f} MiB",
             f"{line['least_flops'] / line['seconds_median'] / 1e9:.0f}",
             f"{line['share_of_bound']:.0%}",
             *(f"{ratio:.2f}" for ratio in ratios),
         )
-    Console(width=160).print(table)
+    Console(width=170).print(table)
 
 
 if __name__ == "__main__":

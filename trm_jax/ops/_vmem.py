@@ -26,23 +26,21 @@ class Chip:
       name: as in a topology name, ``"v5e"``.
       vmem_bytes: vector memory that a kernel can use.
       flops_per_cycle: bfloat16 matrix unit, multiply and add counted apart.
-      matrix_width: columns of one matrix unit.
     """
 
     name: str
     vmem_bytes: int
     flops_per_cycle: int
-    matrix_width: int
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 16 * _MIB, 131_072, 128),
-        Chip("v5e", 128 * _MIB, 131_072, 128),
-        Chip("v5p", 63 * _MIB, 131_072, 128),
-        Chip("v6e", 128 * _MIB, 524_288, 256),
-        Chip("tpu7x", 64 * _MIB, 524_288, 256),
+        Chip("v4", 16 * _MIB, 131_072),
+        Chip("v5e", 128 * _MIB, 131_072),
+        Chip("v5p", 63 * _MIB, 131_072),
+        Chip("v6e", 128 * _MIB, 524_288),
+        Chip("tpu7x", 64 * _MIB, 524_288),
     )
 }
 """Limits seen in the compiler's refusals (v5p 63.94 MiB); peaks are the vendor's FLOP/s over the clock."""
@@ -64,8 +62,8 @@ def chip_of(name: str | None) -> Chip:
       ValueError: on a name that is not in ``CHIPS``.
       NotImplementedError: on a TPU that is not in ``CHIPS``.
 
-    >>> chip_of("v6e").matrix_width
-    256
+    >>> chip_of("v6e").flops_per_cycle
+    524288
     """
     if name is not None:
         if name not in CHIPS:

@@ -80,7 +80,6 @@ def logps_statistics(
     *,
     temperature: float,
     logit_soft_cap: float | None = None,
-    scale: Float[Array, " V"] | None = None,
     interpret: Any = False,
     chip: str | None = None,
     blocks: tuple[int, int] | None = None,
@@ -89,7 +88,7 @@ def logps_statistics(
 
     Args:
       hidden: ``[N, D]``.
-      head: ``[V, D]`` rows of this shard, or int8 with ``scale`` ``[V]``.
+      head: ``[V, D]`` rows of this shard.
       bias: ``[V]``, ``-inf`` outside the softmax, or None.
       support: ``[N, ceil(V/8)]`` bits of these rows, or None.
       tokens: ``[N]`` sampled ids relative to this shard; outside ``[0, V)`` they are another shard's.
@@ -106,7 +105,7 @@ def logps_statistics(
     sizes = hidden.dtype.itemsize, head.dtype.itemsize
     tiling = Tiling(*(blocks or logps_blocks(this, n, width, *sizes, supported=support is not None, gradient=False)), 0)
     operands = Operands()
-    add_policy(operands, tiling, "", hidden, head, scale, bias)
+    add_policy(operands, tiling, "", hidden, head, None, bias)
     operands.add_support(support, tiling)
     operands.add("tokens", row_of(tokens, jnp.int32), (1, tiling.tokens), tiling.by_token(row=True))
     grid = tiling.grid(n, v)

@@ -43,7 +43,7 @@ def vocab_divergence_chunked(
       support: of the shard's rows.
       scaling: temperature and cap of both.
       with_tv: also the total variation.
-      axis: mesh axis over which each chunk is merged: 56 bytes a token, 60 with a bias.
+      axis: mesh axis over which each chunk is merged: 56 bytes a token, 60 with a bias or a support.
       chunk_size: tokens whose logits are held at once.
       rows_at_once: of these, how many are reduced together.
     """

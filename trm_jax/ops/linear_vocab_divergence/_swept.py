@@ -34,7 +34,8 @@ def vocab_divergence_swept(
     axis: AxisName,
     interpret: bool,
 ) -> VocabDivergence:
-    """Operands and options as for ``vocab_divergence_chunked``; 52 bytes a token travel over ``axis``."""
+    """Operands and options as for ``vocab_divergence_chunked``; 48 bytes a token travel over ``axis``,
+    4 more with the total variation and 4 more with a bias or a support."""
     vocabulary, units = policy_head.weight.shape[0], Units(scaling.temperature, scaling.soft_cap)
     policy_logit, rollout_logit = (
         token_logits(hidden, head, tokens, None, units)
