@@ -5,11 +5,12 @@
 
 Every line is one operator, implementation and shape: median and quartiles of the wall time of single calls (the forms
 take turns), the processor's time, the compiler's bytes of temporaries and of the peak (with arguments and results), the
-FLOPs and bytes that the algorithm needs at least, and the time that the device's peak rates allow for them. Peers: "tokamax" (summed loss only, and only where the
-vocabulary is a multiple of its block, because it counts padded columns) and "tunix" (its chunked per-token log-probs);
-reported as absent when not installed. "matmuls" are the chunked form's matrix products and nothing else: what the
-device takes for them in chunks of that size, so that a form's time over theirs is what all the rest costs. Peak rates
-are the vendor's for bfloat16 on a known accelerator, otherwise measured by one matrix product and one copy.
+FLOPs and bytes that the algorithm needs at least, and the time that the device's peak rates allow for them. Peers:
+"tokamax" (summed loss only, and only where the vocabulary is a multiple of its block, because it counts padded columns)
+and "tunix" (its chunked per-token log-probs); reported as absent when not installed. "matmuls" are the chunked form's
+matrix products and nothing else: what the device takes for them in chunks of that size, so that a form's time over
+theirs is what all the rest costs. Peak rates are the vendor's for bfloat16 on a known accelerator, otherwise measured
+by one matrix product and one copy.
 """
 
 from __future__ import annotations
