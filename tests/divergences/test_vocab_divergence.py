@@ -254,3 +254,60 @@ def test_an_id_outside_the_vocabulary_is_nan_in_any_integer_type() -> None:
     for dtype in (np.int8, np.int16, np.int32):
         out = divergences.vocab_divergence(logits, logits, np.array([1, -3, 100], dtype))
         np.testing.assert_array_equal(np.isnan(out.policy_logps), [False, True, False])
+
+
+TIED = np.array([3.0, -1.0, 3.0, 0.5, 2.0])
+PAIRS = {
+    "generic": (np.array([0.3, -1.0, 2.0, 0.5, 1.1]), np.array([0.1, -0.7, 1.5, 0.9, 1.0])),
+    "two tops": (TIED, np.array([2.5, -1.2, 3.1, 0.5, 1.0])),
+    "one token moved": (TIED + np.array([0, 0, 0, 0.5, 0]), TIED),
+    "zeros": (np.zeros(5), np.array([0.4, 0.0, -0.3, 0.2, 0.0])),
+    "far apart": (np.array([9.0, -8.0, 0.0, 1.0, 2.0]), np.array([-7.0, 6.0, 0.5, 0.0, 1.0])),
+    "a token that neither has": (np.array([0.3, -np.inf, 2.0, 0.5, 1.1]), np.array([0.1, -np.inf, 1.5, 0.9, 1.0])),
+    "a token that the policy has": (np.array([0.3, -1.0, 2.0, 0.5, 1.1]), np.array([0.1, -np.inf, 1.5, 0.9, 1.0])),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_gradients_are_central_differences(name: str) -> None:
+    """In either policy's logits, of every output; ties, equal log-ratios and ``-inf`` change no derivative."""
+    temperature, token, step = 0.7, 2, 1e-5
+    pair = [z.astype(np.float32).astype(float) for z in PAIRS[name]]
+
+    def values(policy: np.ndarray, rollout: np.ndarray) -> np.ndarray:
+        out = oracle(policy[None] / temperature, rollout[None] / temperature)
+        names = ("kl", "tv", "policy_entropy", "rollout_entropy")
+        return np.array([*(out[name][0] for name in names), out["logp"][0, token], out["logq"][0, token]])
+
+    def outputs(policy: jax.Array, rollout: jax.Array) -> jax.Array:
+        out = divergences.vocab_divergence(policy, rollout, jnp.array(token), temperature=temperature)
+        entropies = (out.policy_entropy, out.rollout_entropy)
+        return jnp.stack([out.token_kl, out.token_tv, *entropies, out.policy_logps, out.rollout_logps])
+
+    jacobians = jax.jacrev(outputs, (0, 1))(*(jnp.asarray(z, jnp.float32) for z in pair))
+    for side, jacobian in enumerate(jacobians):
+        for v in np.flatnonzero(np.isfinite(pair[side])):
+            ends = []
+            for sign in (step, -step):
+                moved = [z.copy() for z in pair]
+                moved[side][v] += sign
+                ends.append(values(*moved))
+            want = (ends[0] - ends[1]) / (2 * step)
+            if name == "one token moved":  # equal tokens are at the kink of |p - q| only together
+                want[1] = jacobian[1, v]
+            # Float32 softmaxes of logits up to 9: a few roundings of 1e-6 in derivatives of order one.
+            np.testing.assert_allclose(jacobian[:, v], want, rtol=1e-4, atol=2e-5, err_msg=f"{side} {v}")
+        assert np.all(np.asarray(jacobian)[:, np.isneginf(pair[side])] == 0)
+
+
+@pytest.mark.parametrize("ban", [-80.0, -100.0, -1e9])
+@pytest.mark.parametrize("mass", [1e-5, 1e-3, 0.04, 0.6])
+def test_a_token_that_the_rollout_practically_bans_counts_in_full(mass: float, ban: float) -> None:
+    """Its rollout probability underflows float32: by hand, TV is its mass and KL ``-log(1 - mass)``."""
+    policy = np.log(np.array([[1 - mass, mass]])).astype(np.float32)
+    rollout = np.array([[0.0, ban]], np.float32)
+    out = divergences.vocab_divergence(policy, rollout, np.array([0]))
+    exact = np.exp(policy.astype(float))
+    exact /= exact.sum()
+    np.testing.assert_allclose(out.token_tv, exact[:, 1], rtol=1e-5)
+    np.testing.assert_allclose(out.token_kl, -np.log(exact[:, 0]), rtol=1e-4)

@@ -234,3 +234,34 @@ def test_tokens_that_move_alone(moved: float, place: str, form: dict[str, str | 
     policy[:, column] += moved
     policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
     check_rows(policy, rollout, np.array([7, 12_000]), *tool.exact(policy, rollout), form)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "moved"), [("vocab_divergence", 0.5), ("chunked", 0.5), ("chunked", 0.3), ("chunked", -4.0)]
+)
+def test_one_token_of_a_flat_policy_that_moves(implementation: str, moved: float, tool: ModuleType) -> None:
+    """All other log-ratios are equal and small beside it: a rounding that they share would be a percent of TV."""
+    rollout = np.zeros((1, 151_936), np.float32)
+    policy = rollout.copy()
+    policy[0, 7] = moved
+    kl, tv = tool.exact(policy, rollout)
+    for token in (7, 9):
+        if implementation == "vocab_divergence":
+            out = divergences.vocab_divergence(policy, rollout, np.array([token]))
+            np.testing.assert_allclose(out.token_kl, kl, rtol=1e-3)
+            np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
+        else:
+            check_rows(policy, rollout, np.array([token]), kl, tv, {"implementation": implementation})
+
+
+@every_form
+def test_a_token_that_the_rollouts_bias_practically_bans(form: dict[str, str | bool], tool: ModuleType) -> None:
+    """Mass that underflows in the rollout alone is in TV and KL as it is with ``-inf``."""
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=(40, 4)).astype(np.float32)
+    bias = np.where(np.arange(40) == 3, -100.0, 0.0).astype(np.float32)
+    z = hidden.astype(float) @ head.T
+    kl, tv = tool.exact(z, z + bias)
+    out = ops.linear_vocab_divergence(hidden, head, hidden, head, np.arange(3), rollout_bias=bias, **form)
+    np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
+    np.testing.assert_allclose(out.token_kl, kl, rtol=1e-3)

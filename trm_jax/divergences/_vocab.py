@@ -1,13 +1,13 @@
 """Full-vocabulary comparison of two policies from their logits.
 
-KL is a shifted cumulant, so that values near 1e-9 keep their digits in float32: with ``x = (z_θ - z_roll) - c0``, both
-logits counted from their largest, ``c0`` the difference of the rollout's likeliest token and ``u = E_roll[expm1 x]``,
+Both logits count from their largest, near which float32 differences are exact. With ``x = z_θ - z_roll`` of these and
+``u = E_roll[expm1 x]``,
 
-    ``lse_θ - lse_roll = c0 + log1p(u)``,  ``d = log π_θ - log π_roll = x - log1p(u)``,
+    ``log Σ e^z_θ - log Σ e^z_roll = log1p(u)``,  ``d = log π_θ - log π_roll = x - log1p(u)``,
     ``KL(π_roll ‖ π_θ) = Σ π_roll (expm1(d) - d)``  and  ``TV = ½ Σ π_roll |expm1 d|``:
 
 sums of terms that are not negative, where ``log1p(u) - E_roll[x]`` and the difference of two softmaxes would carry the
-rounding of both normalisers. Policies far apart (``|u| >= 1/2``) take ``lse_θ - lse_roll`` as it stands.
+rounding of both normalisers. Policies far apart (``|u| >= 1/2``) take the difference of the normalisers as it stands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trm_jax.types import VocabDivergence
 __all__ = ["Softmax", "logits_divergence", "softmax_statistics", "vocab_divergence"]
 
 _FAR_APART = 0.5
-_EXPONENT_LIMIT = 60.0
+_ROUNDING = 1e-3
 
 
 class Softmax(NamedTuple):
@@ -114,8 +114,8 @@ def logits_divergence(
       policy_logits: ``[..., V]`` float32; ``-inf`` marks tokens outside the support.
       rollout_logits: ``[..., V]`` float32, likewise.
       tokens: ``[...]`` sampled token ids in ``[0, V)``.
-      temperature: of both (static).
       with_tv: also the total variation (static).
+      temperature: of both (static).
 
     Returns:
       ``VocabDivergence`` as ``vocab_divergence``; ``token_tv`` is None without ``with_tv``.
@@ -125,53 +125,97 @@ def logits_divergence(
     >>> print(round(float(out.token_kl), 4), out.token_tv)
     0.1308 None
     """
+    return _divergence(policy_logits, rollout_logits, tokens, with_tv, temperature)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _divergence(
+    policy_logits: Array, rollout_logits: Array, tokens: Array, with_tv: bool, temperature: float
+) -> VocabDivergence:
     policy = softmax_statistics(policy_logits, tokens, temperature=temperature)
     rollout = softmax_statistics(rollout_logits, tokens, temperature=temperature)
     in_policy, in_rollout = policy_logits > -jnp.inf, rollout_logits > -jnp.inf
-    weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
     both = in_policy & in_rollout
     # NaN logits compare False and must still reach the result.
     both = both | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
+    weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
     differ = both & (policy.gap != rollout.gap)  # not so: -inf - -inf
-    raw = jnp.where(differ, policy.gap - rollout.gap, 0.0) / temperature
+    x = jnp.where(differ, policy.gap - rollout.gap, 0.0) / temperature
 
-    top = jnp.argmax(jnp.where(both, weight, -1.0), axis=-1)
-    shift = take_token(raw, top)
-    x = raw - shift[..., None]
+    def less_one(log_ratio: Array, probability: Array) -> tuple[Array, Array, Array]:
+        """``π_roll expm1(log_ratio)``: far from 0, and where one side has no such token, a difference of masses."""
+        near = both & (log_ratio <= 1.0)
+        safe = jnp.where(near, log_ratio, 0.0)
+        return jnp.where(near, weight * jnp.expm1(safe), probability - weight), near, safe
 
-    # Outside the policy's support expm1(-inf) = -1 and KL is infinite; outside the rollout's, mass is missing from u.
-    ratio = jnp.where(both, jnp.expm1(jnp.minimum(x, _EXPONENT_LIMIT)), -1.0)
-    u = jnp.sum(weight * ratio, axis=-1)
-    outside = jnp.sum(jnp.where(in_rollout, 0.0, policy.unnormalised), axis=-1) / policy.total
-    covered = jnp.log1p(-jnp.minimum(outside, _FAR_APART))
-
-    difference = jnp.log(policy.total) - jnp.log(rollout.total)
-    difference = jnp.where(jnp.isneginf(rollout.logsumexp) | jnp.isneginf(policy.logsumexp), 0.0, difference) - shift
-    log1p_u = jnp.log1p(jnp.clip(u, -_FAR_APART, _FAR_APART))
-    close = log1p_u - covered
-    # The last test catches mass that float32 lost in u because its rollout probability underflowed.
-    far = (jnp.abs(u) >= _FAR_APART) | (outside >= _FAR_APART) | (jnp.abs(close - difference) > 0.05)
-    normaliser = jnp.where(far & ~jnp.isnan(u), difference, close)
-    d = x - normaliser[..., None]
-    near = both & (d <= 1.0)
-    safe = jnp.where(near, d, 0.0)
-    gap = policy.unnormalised / policy.total[..., None] - weight
-    far_terms = gap - jnp.where(both, weight * d, 0.0)
-    kl = jnp.sum(jnp.where(near, weight * expm1_minus_identity(safe), far_terms), axis=-1)
-    tv = None
+    u = jnp.sum(less_one(x, policy.unnormalised / rollout.total[..., None])[0], axis=-1)
+    plain = jnp.log(policy.total) - jnp.log(rollout.total)
+    difference = jnp.where(jnp.abs(u) < _FAR_APART, jnp.log1p(jnp.clip(u, -_FAR_APART, _FAR_APART)), plain)
+    empty = jnp.isneginf(rollout.logsumexp) | jnp.isneginf(policy.logsumexp)
+    difference = jnp.where(empty & ~jnp.isnan(plain), 0.0, difference)
+    d = x - difference[..., None]
+    terms, near, safe = less_one(d, policy.unnormalised / policy.total[..., None])
+    far = jnp.where(near, 0.0, terms) - jnp.where(both & ~near, weight * d, 0.0)
+    kl, tv = jnp.sum(jnp.where(near, weight * expm1_minus_identity(safe), far), axis=-1), None
     if with_tv:
-        tv = 0.5 * jnp.sum(jnp.where(near, weight * jnp.abs(jnp.expm1(safe)), jnp.abs(gap)), axis=-1)
-        tv = jnp.where(jnp.isnan(u) | jnp.isnan(difference), jnp.nan, jnp.minimum(tv, 1.0))
-    kl = jnp.where(jnp.any(in_rollout & ~in_policy, axis=-1), jnp.inf, kl)
+        tv = 0.5 * jnp.sum(jnp.abs(terms), axis=-1)
+        # Both softmaxes sum to 1, so the terms do to 0: what they do sum to is the rounding of ``difference``.
+        off = jnp.sum(terms, axis=-1)
+        slope = jnp.sum(jnp.where(near, jnp.sign(terms) * (weight + terms), 0.0), axis=-1)
+        tv = jnp.clip(tv - 0.5 * slope * jnp.where(jnp.abs(off) < _ROUNDING, off, 0.0), 0.0, 1.0)
+    kl = jnp.where(jnp.any(in_rollout & ~in_policy, axis=-1), jnp.inf, jnp.maximum(kl, 0.0))
     kl = jnp.where(jnp.isneginf(rollout.logsumexp), 0.0, kl)  # no token that the rollout could sample
-    kl = jnp.where(jnp.isnan(u) | jnp.isnan(difference), jnp.nan, kl)
+    undefined = jnp.isnan(u) | jnp.isnan(plain)
     return VocabDivergence(
         policy_logps=policy.logps,
         rollout_logps=rollout.logps,
-        token_kl=kl,
-        token_tv=tv,
+        token_kl=jnp.where(undefined, jnp.nan, kl),
+        token_tv=None if tv is None else jnp.where(undefined, jnp.nan, tv),
         policy_entropy=policy.entropy,
         rollout_entropy=rollout.entropy,
+    )
+
+
+@_divergence.defjvp
+def _divergence_jvp(
+    with_tv: bool, temperature: float, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[VocabDivergence, VocabDivergence]:
+    """The textbook derivatives in ``z``: of values that select by equality, a trace's would be wrong at ties.
+
+    ``dKL = Σ (π_θ - π_roll) dz_θ + Σ π_roll (log π_roll/π_θ - KL) dz_roll``; of TV with ``sign(0) = 0``.
+    """
+    policy_logits, rollout_logits, tokens = primals
+    out: VocabDivergence = _divergence(*primals, with_tv, temperature)
+    safe_dz = [
+        jnp.where(z > -jnp.inf, dz, 0.0) / temperature
+        for z, dz in zip((policy_logits, rollout_logits), tangents[:2], strict=True)
+    ]
+    log_p, log_q = (jax.nn.log_softmax(z / temperature, axis=-1) for z in (policy_logits, rollout_logits))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    log_p, log_q = (jnp.where(z > -jnp.inf, log, 0.0) for z, log in zip(primals[:2], (log_p, log_q), strict=True))
+
+    def along(slope: Array, dz: Array) -> Array:
+        return jnp.sum(slope * dz, axis=-1)
+
+    def of_one(pi: Array, log_pi: Array, entropy: Array, dz: Array) -> tuple[Array, Array]:
+        return take_token(dz, tokens) - along(pi, dz), along(-pi * (log_pi + entropy[..., None]), dz)
+
+    dlogps, dentropy = of_one(p, log_p, out.policy_entropy, safe_dz[0])
+    rollout_dlogps, rollout_dentropy = of_one(q, log_q, out.rollout_entropy, safe_dz[1])
+    ratio = jnp.where((p > 0) & (q > 0), log_q - log_p, 0.0)
+    kl = jnp.where(jnp.isinf(out.token_kl), 0.0, out.token_kl)[..., None]
+    dkl, dtv = along(p - q, safe_dz[0]) + along(q * (ratio - kl), safe_dz[1]), None
+    if with_tv:
+        sign = 0.5 * jnp.sign(p - q)
+        of_policy, of_rollout = (pi * (sign - jnp.sum(pi * sign, axis=-1, keepdims=True)) for pi in (p, q))
+        dtv = along(of_policy, safe_dz[0]) - along(of_rollout, safe_dz[1])
+    return out, VocabDivergence(
+        policy_logps=dlogps,
+        rollout_logps=rollout_dlogps,
+        token_kl=dkl,
+        token_tv=dtv,
+        policy_entropy=dentropy,
+        rollout_entropy=rollout_dentropy,
     )
 
 

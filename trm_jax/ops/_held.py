@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._partials import (
-    EXPONENT_LIMIT,
     AxisName,
     DivergencePartial,
     SoftmaxPartial,
@@ -28,6 +27,11 @@ from trm_jax.ops._partials import (
 from trm_jax.types import VocabDivergence
 
 __all__ = ["divergence_of_rows", "softmax_of_rows", "token_of_rows"]
+
+
+_NO_WEIGHT = -1e4
+_ROUNDING = 1e-3
+"""Terms that sum to more are no rounding: of policies without a common token, say."""
 
 
 def _sum(values: Array, where: Array) -> Array:
@@ -80,7 +84,7 @@ def _sums(policy: _Policy, tokens: Int[Array, " N"], temperature: float) -> list
     """
     weight, at_top = jnp.exp(policy.gap), policy.gap == 0
     ties = jnp.sum(at_top, axis=-1, dtype=jnp.float32)
-    moment = _sum(weight * policy.gap, weight > 0)
+    moment = _sum(weight * jnp.maximum(policy.gap, _NO_WEIGHT), weight > 0)  # a derivative of 0 · -inf would be NaN
     reference = jnp.where(policy.top == -jnp.inf, 0.0, policy.top)
     token_gap = _difference(token_of_rows(policy.logits, tokens), reference) / temperature
     return [ties, _sum(weight, ~at_top), moment, jnp.where(_owned(policy.logits, tokens), token_gap, 0.0)]
@@ -98,10 +102,11 @@ def softmax_of_rows(
 def _expectations(policy: _Policy, rollout: _Policy, x: Array, both: Array | None) -> list[Array]:
     """Curvature, moment and lost mass of the record; the curvature keeps ``u``, ``_distances`` the digits of KL."""
     weight = jnp.exp(rollout.gap)
-    ratio = weight * jnp.expm1(jnp.minimum(x, EXPONENT_LIMIT))
+    # A weight may have underflowed where the policy's has not: far tokens count by the difference of the two.
+    ratio = jnp.where(x <= 1.0, weight * jnp.expm1(jnp.minimum(x, 1.0)), jnp.exp(policy.gap) - weight)
     if both is None:
         moment = _sum(weight * x, weight > 0)
-        return [_sum(ratio, weight > 0) - moment, moment]
+        return [_sum(ratio, (weight > 0) | (x > 1.0)) - moment, moment]
     moment = _sum(weight * x, both)
     gained = _sum(jnp.exp(policy.gap), rollout.logits == -jnp.inf)
     lost = _sum(weight, (policy.logits == -jnp.inf) & (weight > 0))
@@ -120,7 +125,10 @@ def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Arra
 def _distances(
     policy: _Policy, rollout: _Policy, d: Array, both: Array | None, whole: DivergencePartial, with_tv: bool
 ) -> list[Array]:
-    """``Σ π_roll (expm1(d) - d)`` and ``½ Σ π_roll |expm1 d|``; far tokens by the difference of probabilities."""
+    """``Σ π_roll (expm1(d) - d)`` and, for TV, ``Σ |t|``, ``Σ t`` and ``Σ ± π_θ`` of ``t = π_roll expm1 d``.
+
+    Far tokens count by the difference of probabilities.
+    """
     probability, weight = (
         jnp.exp(side.gap - part.log_total[:, None]) for side, part in ((policy, whole.policy), (rollout, whole.rollout))
     )
@@ -134,7 +142,16 @@ def _distances(
         kl = jnp.where(lost, jnp.inf, kl)
     if not with_tv:
         return [kl]
-    return [kl, 0.5 * jnp.sum(jnp.where(near, weight * jnp.abs(jnp.expm1(safe)), jnp.abs(gap)), axis=-1)]
+    terms = jnp.where(near, weight * jnp.expm1(safe), gap)
+    slope = _sum(jnp.sign(terms) * (weight + terms), near)
+    return [kl, jnp.sum(jnp.abs(terms), axis=-1), jnp.sum(terms, axis=-1), slope]
+
+
+def _total_variation(absolute: Array, off: Array, slope: Array) -> Array:
+    """Both softmaxes sum to 1, so the terms do to 0: what they do sum to (``off``) is the rounding of ``log1p u``, by
+    which every ``d`` is too large, and TV by ``½ slope · off``.
+    """
+    return jnp.clip(0.5 * (absolute - slope * jnp.where(jnp.abs(off) < _ROUNDING, off, 0.0)), 0.0, 1.0)
 
 
 def divergence_of_rows(
@@ -190,7 +207,7 @@ def divergence_of_rows(
         policy_logps=sums[3] - whole.policy.log_total,
         rollout_logps=sums[7] - whole.rollout.log_total,
         token_kl=jnp.where(undefined, jnp.nan, jnp.maximum(kl, 0.0)),
-        token_tv=jnp.where(undefined, jnp.nan, jnp.clip(tv[0], 0.0, 1.0)) if tv else None,
+        token_tv=jnp.where(undefined, jnp.nan, _total_variation(*tv)) if tv else None,
         policy_entropy=whole.policy.entropy,
         rollout_entropy=whole.rollout.entropy,
     )

@@ -132,8 +132,11 @@ def moved(
 
 
 def max_over(axis: AxisName, values: Array) -> Array:
-    """Largest over the shards of a mesh axis; the values themselves without one."""
-    return values if axis is None else jax.lax.pmax(values, axis)
+    """Largest over the shards of a mesh axis; the values themselves without one.
+
+    A constant for derivatives: what is counted from it does not depend on it (and ``pmax`` has none).
+    """
+    return values if axis is None else jax.lax.pmax(jax.lax.stop_gradient(values), axis)
 
 
 def sum_over(axis: AxisName, values: Array) -> Array:
@@ -163,9 +166,10 @@ def _addends(part: SoftmaxPartial, token: TokenGap, top: Array, unit: float) -> 
     gap = unit * (part.top - jnp.where(top == -jnp.inf, 0.0, top))
     mass = jnp.exp(gap + part.log_total)
     at_top = (part.top == top) & (top > -jnp.inf)
-    rest = jnp.where(at_top, jnp.expm1(part.log_total), mass)
+    one = jnp.where(at_top, jnp.exp(jnp.where(at_top, gap, 0.0)), 0.0)  # 1, with a derivative: ``top`` is a constant
+    rest = jnp.where(at_top, one * jnp.expm1(part.log_total), mass)
     moment = _weighted(mass, gap + part.mean_gap)
-    return mass, [at_top.astype(jnp.float32), rest, moment, jnp.where(token.owned, token.gap + gap, 0.0)]
+    return mass, [one, rest, moment, jnp.where(token.owned, token.gap + gap, 0.0)]
 
 
 def softmax_of_sums(top: Array, at_top: Array, rest: Array, moment: Array) -> SoftmaxPartial:
@@ -187,7 +191,7 @@ def merge_softmax(
     """Statistics of the whole vocabulary and the tokens' log-probs; 20 bytes a token travel over ``axis``."""
     if axis is None:
         return part, token.gap - part.log_total
-    top = jax.lax.pmax(part.top, axis)
+    top = max_over(axis, part.top)
     _, addends = _addends(part, token, top, unit)
     *sums, token_gap = jax.lax.psum(jnp.stack(addends), axis)
     whole = softmax_of_sums(top, *sums)
@@ -214,7 +218,7 @@ def merge_divergence(
             token.gap - side.log_total for token, side in ((policy_token, part.policy), (rollout_token, part.rollout))
         )
         return part, policy_logps, rollout_logps
-    tops = jax.lax.pmax(jnp.stack([part.policy.top, part.rollout.top]), axis)
+    tops = max_over(axis, jnp.stack([part.policy.top, part.rollout.top]))
     _, policy_addends = _addends(part.policy, policy_token, tops[0], unit)
     _, rollout_addends = _addends(part.rollout, rollout_token, tops[1], unit)
 
