@@ -6,10 +6,13 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from trm_jax import divergences, ops
 
@@ -236,22 +239,32 @@ def test_tokens_that_move_alone(moved: float, place: str, form: dict[str, str | 
     check_rows(policy, rollout, np.array([7, 12_000]), *tool.exact(policy, rollout), form)
 
 
+ON_A_MESH = {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2), "vocab_axis": "tensor"}
+KERNELS = {"implementation": "pallas_tpu", "interpret": True}
+
+
 @pytest.mark.parametrize(
-    ("implementation", "moved"), [("vocab_divergence", 0.5), ("chunked", 0.5), ("chunked", 0.3), ("chunked", -4.0)]
+    ("form", "moved"),
+    [
+        *[({}, 0.5), ({"implementation": "chunked"}, 0.5), ({"implementation": "chunked"}, -4.0)],
+        pytest.param({"implementation": "chunked", **ON_A_MESH}, 0.3, marks=pytest.mark.slow),
+        pytest.param(KERNELS, 0.5, marks=pytest.mark.slow),
+        pytest.param({**KERNELS, **ON_A_MESH}, 0.5, marks=pytest.mark.slow),
+    ],
 )
-def test_one_token_of_a_flat_policy_that_moves(implementation: str, moved: float, tool: ModuleType) -> None:
+def test_one_token_of_a_flat_policy_that_moves(form: dict[str, Any], moved: float, tool: ModuleType) -> None:
     """All other log-ratios are equal and small beside it: a rounding that they share would be a percent of TV."""
     rollout = np.zeros((1, 151_936), np.float32)
     policy = rollout.copy()
     policy[0, 7] = moved
     kl, tv = tool.exact(policy, rollout)
     for token in (7, 9):
-        if implementation == "vocab_divergence":
+        if not form:
             out = divergences.vocab_divergence(policy, rollout, np.array([token]))
             np.testing.assert_allclose(out.token_kl, kl, rtol=1e-3)
             np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
         else:
-            check_rows(policy, rollout, np.array([token]), kl, tv, {"implementation": implementation})
+            check_rows(policy, rollout, np.array([token]), kl, tv, form)
 
 
 @every_form

@@ -53,6 +53,7 @@ EXPONENT_LIMIT = 60.0
 _FAR_APART = 0.5
 _LOST_MASS = 0.05
 _SMALL_STEP = 0.1
+_LARGE_SHIFT = 5.0
 
 
 class SoftmaxPartial(NamedTuple):
@@ -211,7 +212,8 @@ def merge_divergence(
 ) -> tuple[DivergencePartial, Float[Array, " N"], Float[Array, " N"]]:
     """Statistics of the whole vocabulary and both policies' log-probs of the tokens.
 
-    48 bytes a token travel over ``axis``, 52 when the two supports can differ.
+    The shift becomes ``E_roll[x]``: where a top has moved alone, the mass about ``x = 0`` keeps its digits. 56 bytes a
+    token travel over ``axis``, 60 when the two supports can differ.
     """
     if axis is None:
         policy_logps, rollout_logps = (
@@ -229,18 +231,20 @@ def merge_divergence(
     )
     step = jnp.where(one_sided, 0.0, unit * difference_of(rollout_gap, policy_gap) - part.shift)
     rollout_factor = jnp.exp(unit * rollout_gap)
-    gap = jnp.where(jnp.isneginf(part.rollout.top), unit * policy_gap, unit * rollout_gap - step)
-    policy_factor = jnp.exp(gap)
     total = jnp.exp(part.rollout.log_total) - (0.0 if part.lost is None else part.lost)
     total = jnp.where(one_sided, 0.0, total)
+    moment, mass = jax.lax.psum(rollout_factor * jnp.stack([part.moment - step * total, total]), axis)
+    mean = moment / jnp.where(mass > 0, mass, 1.0)
+    shift = jnp.where(jnp.abs(mean) < _LARGE_SHIFT, mean, 0.0)  # policies far apart need none
+    step = jnp.where(one_sided, 0.0, step + shift)
+    gap = jnp.where(jnp.isneginf(part.rollout.top), unit * policy_gap - shift, unit * rollout_gap - step)
+    policy_factor = jnp.exp(gap)
     expectations = [*moved(part.curvature, part.moment, total, policy_factor, rollout_factor, step)]
     if part.lost is not None:
         expectations.append(rollout_factor * part.lost)
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)
     policy, rollout = softmax_of_sums(tops[0], *sums[0:3]), softmax_of_sums(tops[1], *sums[4:7])
-    whole = DivergencePartial(
-        policy, rollout, jnp.zeros_like(tops[0]), sums[8], sums[9], None if part.lost is None else sums[10]
-    )
+    whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], None if part.lost is None else sums[10])
     return whole, sums[3] - policy.log_total, sums[7] - rollout.log_total
 
 

@@ -34,7 +34,7 @@ def vocab_divergence_swept(
     axis: AxisName,
     interpret: bool,
 ) -> VocabDivergence:
-    """Operands and options as for ``vocab_divergence_chunked``; 48 bytes a token travel over ``axis``,
+    """Operands and options as for ``vocab_divergence_chunked``; 56 bytes a token travel over ``axis``,
     4 more with the total variation and 4 more with a bias or a support."""
     vocabulary, units = policy_head.weight.shape[0], Units(scaling.temperature, scaling.soft_cap)
     policy_logit, rollout_logit = (
@@ -63,8 +63,11 @@ def vocab_divergence_swept(
     difference, kl = normaliser_difference(whole)
     tv = None
     if with_tv:
-        rows = (whole.policy.top, whole.policy.log_total, whole.rollout.top, whole.rollout.log_total)
-        tv = sum_over(axis, divergence_tv(*operands, *rows, whole.shift + difference, **options))
+        # The shift moves the policy's reference instead: a normaliser that is small keeps the digits of small d.
+        reference = whole.policy.top + whole.shift / units.unit
+        moved_by = jnp.where(jnp.isneginf(reference), 0.0, units.unit * (reference - whole.policy.top))
+        rows = (reference, whole.policy.log_total - moved_by, whole.rollout.top, whole.rollout.log_total)
+        tv = sum_over(axis, divergence_tv(*operands, *rows, (whole.shift - moved_by) + difference, **options))
         tv = jnp.where(jnp.isnan(difference), jnp.nan, jnp.clip(tv, 0.0, 1.0))
     return VocabDivergence(
         policy_logps=policy_logps,
