@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trm_jax import bounds, correction, divergences, losses
+from trm_jax import bounds, correction, divergences, losses, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "corrections.md").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def test_every_preset_and_every_public_function_is_on_the_page() -> None:
     assert wanted <= NAMED, wanted - NAMED
 
 
-@pytest.mark.parametrize("room", [bounds, correction, divergences, losses])
+@pytest.mark.parametrize("room", [bounds, correction, divergences, losses, ops])
 def test_every_public_function_has_a_doctested_example(room: object) -> None:
     lacking = [name for name, f in functions(room).items() if ">>>" not in (f.__doc__ or "")]
     assert lacking == []
