@@ -80,7 +80,8 @@ def _sums(policy: _Policy, tokens: Int[Array, " N"], temperature: float) -> list
     """
     weight, at_top = jnp.exp(policy.gap), policy.gap == 0
     ties = jnp.sum(at_top, axis=-1, dtype=jnp.float32)
-    moment = _sum(weight * policy.gap, weight > 0)
+    # A gradient is differentiated through these sums, and 0 times an infinite gap is no derivative.
+    moment = _sum(weight * jnp.where(weight > 0, policy.gap, 0.0), weight > 0)
     reference = jnp.where(policy.top == -jnp.inf, 0.0, policy.top)
     token_gap = _difference(token_of_rows(policy.logits, tokens), reference) / temperature
     return [ties, _sum(weight, ~at_top), moment, jnp.where(_owned(policy.logits, tokens), token_gap, 0.0)]

@@ -163,8 +163,8 @@ def _addends(part: SoftmaxPartial, token: TokenGap, top: Array, unit: float) -> 
     gap = unit * (part.top - jnp.where(top == -jnp.inf, 0.0, top))
     mass = jnp.exp(gap + part.log_total)
     at_top = (part.top == top) & (top > -jnp.inf)
-    rest = jnp.where(at_top, jnp.expm1(part.log_total), mass)
-    moment = _weighted(mass, gap + part.mean_gap)
+    rest = jnp.where(at_top, jnp.expm1(gap + part.log_total), mass)
+    moment = _weighted(mass, jnp.where(mass == 0, 0.0, gap + part.mean_gap))
     return mass, [at_top.astype(jnp.float32), rest, moment, jnp.where(token.owned, token.gap + gap, 0.0)]
 
 
@@ -187,7 +187,8 @@ def merge_softmax(
     """Statistics of the whole vocabulary and the tokens' log-probs; 20 bytes a token travel over ``axis``."""
     if axis is None:
         return part, token.gap - part.log_total
-    top = jax.lax.pmax(part.top, axis)
+    # A constant to whoever differentiates a gradient: no sum depends on its reference, and ``pmax`` has no derivative.
+    top = jax.lax.pmax(jax.lax.stop_gradient(part.top), axis)
     _, addends = _addends(part, token, top, unit)
     *sums, token_gap = jax.lax.psum(jnp.stack(addends), axis)
     whole = softmax_of_sums(top, *sums)
