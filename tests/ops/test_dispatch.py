@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from trm_jax import ops
 from trm_jax.ops import _dispatch, _vmem
 from trm_jax.ops._dispatch import choose_implementation
-from trm_jax.ops._head import check_operands
 from trm_jax.ops.linear_logps._config import logps_blocks
 
 N, D, V = 8, 16, 40
@@ -40,8 +38,6 @@ def test_the_named_implementation_runs(operator: str, operands: Callable[..., di
     assert called(operator, given, chunk_size=4, implementation="reference") == "reference"
     assert called(operator, given, implementation="pallas_tpu", interpret=True) == "pallas_tpu"
     assert called(operator, given, interpret=True) == "pallas_tpu"
-    with pytest.raises(NotImplementedError, match=r"needs a TPU, given platform 'cpu'.*interpret=True"):
-        called(operator, given, implementation="pallas_tpu")
 
 
 @pytest.mark.parametrize("operator", ["linear_logps", "linear_vocab_divergence"])
@@ -94,67 +90,8 @@ def test_the_mesh_says_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_implementation("op", None, mesh=mesh.abstract_mesh) == "pallas_tpu"  # no devices: the default's
 
 
-def test_unknown_names_and_types(operands: Callable[..., dict[str, Any]]) -> None:
-    given = operands(N, D, V)
-    args = (given["hidden"], given["head"], given["rollout_hidden"], given["int8_head"], given["tokens"])
-    with pytest.raises((ValueError, TypeError), match="pallas_tpv"):
-        choose_implementation("op", "pallas_tpv")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"rollout_head must be .* given int8 without a scale"):
-        ops.linear_vocab_divergence(*args)
-    with pytest.raises(TypeError, match=r"rollout_head must be .* given float32 with a scale"):
-        ops.linear_vocab_divergence(*args[:3], given["head"], args[4], rollout_head_scale=given["scale"])
-    with pytest.raises((ValueError, TypeError), match="rollout_head_scale"):
-        ops.linear_vocab_divergence(*args, rollout_head_scale=np.ones(3, np.float32))
-    with pytest.raises((ValueError, TypeError), match="policy_bias"):
-        ops.linear_vocab_divergence(*args, rollout_head_scale=given["scale"], policy_bias=np.ones(3, np.float32))
-    with pytest.raises(TypeError, match="interpret must be True or False, given 'yes'"):
-        choose_implementation("op", None, interpret="yes")
-    with pytest.raises(ValueError, match="logit_soft_cap must lie in"):
-        ops.linear_logps(given["hidden"], given["head"], given["tokens"], logit_soft_cap=0.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": np.float16}, r"hidden must be float32 or bfloat16, given float16: pass policy_hidden\.astype"),
-        ({"head": np.float16}, r"head must be float32 or bfloat16, given float16 .*pass policy_head\.astype"),
-        ({"head": "float8_e4m3fn"}, r"head must be float32 or bfloat16, given float8_e4m3fn "),
-        ({"bias": np.int32}, r"bias must be float32 or bfloat16, given int32: pass policy_bias\.astype"),
-    ],
-)
-def test_operands_of_other_types_are_refused(
-    changes: dict[str, Any], message: str, operands: Callable[..., dict[str, Any]]
-) -> None:
-    given = operands(N, D, V)
-    given["bias"] = np.zeros(V, np.float32)
-    given |= {name: given[name].astype(jnp.dtype(dtype)) for name, dtype in changes.items()}
-    h, w, b, y = (given[name] for name in ("hidden", "head", "bias", "tokens"))
-    with pytest.raises(TypeError, match=f"policy_{message}"):
-        check_operands("policy_", h, w, y, None, bias=b)
-
-
 def test_numpys_float64_is_float32(operands: Callable[..., dict[str, Any]]) -> None:
     given = operands(N, D, V)
     args = (given["hidden"], given["head"], given["tokens"])
     wide = [x.astype(np.float64) for x in args[:2]]
     np.testing.assert_array_equal(ops.linear_logps(*wide, args[2]).logps, ops.linear_logps(*args).logps)
-
-
-def test_a_head_without_features_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a column for each feature, given \[4, 0\]"):
-        ops.linear_logps(np.zeros((2, 0), np.float32), np.zeros((4, 0), np.float32), np.zeros(2, int))
-
-
-def test_the_kernel_has_no_second_derivative(operands: Callable[..., dict[str, Any]]) -> None:
-    given = operands(N, D, V)
-
-    def slope(scale: float, hidden: jax.Array) -> jax.Array:
-        def total(h: jax.Array) -> jax.Array:
-            options = {"implementation": "pallas_tpu", "interpret": True}
-            return jnp.sum(scale * ops.linear_logps(h, given["head"], given["tokens"], **options).logps)
-
-        return jnp.sum(jax.grad(total)(hidden) ** 2)
-
-    for argument in (0, 1):
-        with pytest.raises(NotImplementedError, match="no second derivatives: pass implementation='chunked'"):
-            jax.make_jaxpr(jax.grad(slope, argument))(1.0, given["hidden"])

@@ -43,37 +43,109 @@ def keywords(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     return {k: given[k] if v is True else v for k, v in options.items()}
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_logps_and_gradients(name: str, implementation: Any, operands: Callable[..., dict[str, Any]]) -> None:
-    given, options = operands(N, D, V), OPTIONS[name]
-    hidden, head, tokens, cap = given["hidden"], given["head"], given["tokens"], options.get("logit_soft_cap")
-    bias = given["bias"] if "bias" in options else np.zeros(V, np.float32)
+def oracle(
+    given: dict[str, Any], options: dict[str, Any], operands: tuple[np.ndarray, ...], cotangents: np.ndarray
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Float64 log-probs, normalisers and entropies, and their gradients by formula: of hidden states, head and bias."""
+    (hidden, head, bias), tokens, cap = operands, given["tokens"], options.get("logit_soft_cap")
     temperature = options.get("temperature", 1.0)
-    rest = {k: v for k, v in keywords(given, options).items() if k != "bias"}
-    cotangents = np.random.default_rng(2).normal(size=(3, N)).astype(np.float32)
-
-    def total(h: jax.Array, w: jax.Array, b: jax.Array) -> tuple[jax.Array, ops.LinearLogps]:
-        out = ops.linear_logps(h, w, tokens, bias=b, chunk_size=8, implementation=implementation, **rest)
-        return sum(jnp.sum(x * c) for x, c in zip(out, cotangents, strict=True)), out
-
-    (_, out), grads = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(hidden, head, bias)
     raw = raw_logits(hidden, head, bias, cap)
     z = restricted(raw / temperature, given, options)
     log_p = log_softmax(z)
     p, finite = np.exp(log_p), np.maximum(log_p, -1e3)
     entropy = -(p * finite).sum(-1)
-    # 2e-5: logits of size 10 carry 1e-6 from their float32 product.
-    np.testing.assert_allclose(out.logps, log_p[np.arange(N), tokens], rtol=1e-5, atol=2e-5)
-    np.testing.assert_allclose(out.logsumexp, np.log(np.exp(z).sum(-1)), rtol=1e-5, atol=2e-5)
-    np.testing.assert_allclose(out.entropy, entropy, rtol=1e-5, atol=2e-5)
-
     a, b, c = (x[:, None] for x in cotangents)
     dz = a * (np.eye(V)[tokens] - p) + b * p - c * p * (finite + entropy[:, None])
     slope = 1.0 if cap is None else 1 - (np.where(np.isinf(raw), 0.0, raw) / cap) ** 2
     dz = dz * slope / temperature
-    for got, want in zip(grads, (dz @ head, dz.T @ hidden, dz.sum(0)), strict=True):
+    values = (log_p[np.arange(N), tokens], np.log(np.exp(z).sum(-1)), entropy)
+    return values, (dz @ head.astype(float), dz.T @ hidden.astype(float), dz.sum(0))
+
+
+def arguments(given: dict[str, Any], options: dict[str, Any]) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """Hidden states, head and a bias, which is 0 where none is asked for; and the other options."""
+    bias = given["bias"] if "bias" in options else np.zeros(V, np.float32)
+    rest = {k: v for k, v in keywords(given, options).items() if k != "bias"}
+    return (given["hidden"], given["head"], bias), rest
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logps_and_gradients(name: str, implementation: Any, operands: Callable[..., dict[str, Any]]) -> None:
+    given, options = operands(N, D, V), OPTIONS[name]
+    args, rest = arguments(given, options)
+    cotangents = np.random.default_rng(2).normal(size=(3, N)).astype(np.float32)
+
+    def total(h: jax.Array, w: jax.Array, b: jax.Array) -> tuple[jax.Array, ops.LinearLogps]:
+        out = ops.linear_logps(h, w, given["tokens"], bias=b, chunk_size=8, implementation=implementation, **rest)
+        return sum(jnp.sum(x * c) for x, c in zip(out, cotangents, strict=True)), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*args)
+    values, gradients = oracle(given, options, args, cotangents)
+    for got, want in zip(out, values, strict=True):
+        # 2e-5: logits of size 10 carry 1e-6 from their float32 product.
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+    for got, want in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-5)
+
+
+MESH = {"vocab_axis": "tensor", "token_axis": "data"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "form"),
+    [
+        ("all", "reverse", {"implementation": "chunked"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("all", "reverse", {"implementation": "reference"}),
+                ("all", "reverse", {"implementation": "chunked", **MESH}),
+                ("bias", "reverse", {"implementation": "chunked"}),
+                ("all", "forward", {"implementation": "chunked"}),
+                ("all", "forward", {"implementation": "reference"}),
+                ("all", "forward", {"implementation": "chunked", **MESH}),
+            )
+        ),
+    ],
+)
+def test_second_derivatives(
+    name: str, mode: str, form: dict[str, Any], operands: Callable[..., dict[str, Any]]
+) -> None:
+    """The gradient's derivative along a direction, of either mode, is the central difference of the float64 one.
+
+    One row has no token but its own, so that on a mesh most shards have none.
+    """
+    given, options = operands(N, D, V), OPTIONS[name]
+    given["support"][0] = np.packbits(np.arange(V) == given["tokens"][0], bitorder="little")
+    args, rest = arguments(given, options)
+    rng = np.random.default_rng(2)
+    cotangents = rng.normal(size=(3, N)).astype(np.float32)
+    along = tuple(rng.normal(size=x.shape).astype(np.float32) for x in args)
+    if "vocab_axis" in form:
+        rest["mesh"] = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def total(h: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        out = ops.linear_logps(h, w, given["tokens"], bias=b, chunk_size=8, **form, **rest)
+        return sum(jnp.sum(x * c) for x, c in zip(out, cotangents, strict=True))
+
+    gradient = jax.grad(total, (0, 1, 2))
+
+    def slope(*args: jax.Array) -> jax.Array:
+        return sum(jnp.sum(x * d) for x, d in zip(gradient(*args), along, strict=True))
+
+    if mode == "reverse":
+        found = jax.jit(jax.grad(slope, (0, 1, 2)))(*args)
+    else:
+        found = jax.jit(lambda *args: jax.jvp(gradient, args, along)[1])(*args)
+    step = 1e-5  # differences of float64 gradients of 10 are then good to 1e-9
+    ends = (
+        oracle(given, options, tuple(x + s * d.astype(float) for x, d in zip(args, along, strict=True)), cotangents)[1]
+        for s in (step, -step)
+    )
+    for got, high, low in zip(found, *ends, strict=True):
+        want = (high - low) / (2 * step)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 def test_cap_and_temperature_by_hand() -> None:

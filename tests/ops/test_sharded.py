@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trm_jax import ops
-from trm_jax.ops._sharding import layout_of
 
 CHUNKED = {"implementation": "chunked", "chunk_size": 8}
 PALLAS = {"implementation": "pallas_tpu", "interpret": True}
@@ -272,12 +271,6 @@ def test_gradients_in_a_shard_map_of_the_caller(operands: Callable[..., dict[str
     )
     np.testing.assert_array_equal(np.asarray(summed, np.float32), [[2064.0], [-2064.0]])
 
-    def kernel(hidden: jax.Array, head: jax.Array, bias: jax.Array, tokens: jax.Array) -> jax.Array:
-        return ops.linear_logps(hidden, head, tokens, bias=bias, **PALLAS).logps
-
-    with pytest.raises(NotImplementedError, match=r"pass check_vma=False to your shard_map, or .*'chunked'"):
-        jax.shard_map(kernel, mesh=mesh, in_specs=specs["in_specs"], out_specs=rows)(*plain)
-
 
 @pytest.mark.parametrize("form", WITH_GRADIENTS)
 def test_only_statistics_and_gradients_travel(
@@ -313,62 +306,3 @@ def test_only_statistics_and_gradients_travel(
     assert list(backward) == ["all-reduce"], backward
     of_hidden, of_head = 4 * shares * d, 4 * (v // tensor) * d  # the head's: data parallelism itself
     assert sum(backward["all-reduce"]) <= 20 * shares + of_hidden + of_head, backward
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({"vocab_axis": "tensor"}, "pass the mesh too"),
-        ({"mesh": True}, "needs vocab_axis"),
-        ({"mesh": True, "vocab_axis": ()}, r"needs vocab_axis.* given \(\)"),
-        ({"mesh": True, "vocab_axis": "tensr"}, "did you mean 'tensor'"),
-        ({"mesh": True, "vocab_axis": "tensor", "token_axis": ("data", "tensor")}, "must not share"),
-        ({"mesh": True, "vocab_axis": "tensor", "implementation": "reference"}, "takes no mesh"),
-    ],
-)
-def test_refused_layouts(axes: dict[str, Any], message: str, operands: Callable[..., dict[str, Any]]) -> None:
-    given = operands(4, 8, 16)
-    if "mesh" in axes:
-        axes = axes | {"mesh": mesh_of(2, 4)}
-    with pytest.raises(ValueError, match=message):
-        ops.linear_logps(given["hidden"], given["head"], given["tokens"], **axes)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "vocab_axis", "token_axis", "message"),
-    [
-        (True, ["tensor"], None, r"vocab_axis must be the name .*, given \['tensor'\]"),
-        (True, "tensor", 0, "token_axis must be the name .*, given 0"),
-        ("tensor", "tensor", None, r"mesh must be a jax\.sharding\.Mesh, given 'tensor'"),
-    ],
-)
-def test_what_is_no_layout(mesh: Any, vocab_axis: Any, token_axis: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        layout_of(mesh_of(2, 4) if mesh is True else mesh, vocab_axis, token_axis)
-
-
-def test_second_derivatives_on_a_mesh() -> None:
-    """Of the gradients of the form from full logits, written in JAX; the head has equal rows in two shards."""
-    rng = np.random.default_rng(3)
-    hidden, head = rng.normal(size=(6, 4)).astype(np.float32), rng.normal(size=(26, 4)).astype(np.float32)
-    head[7] = head[20] = head[3]
-    tokens = np.arange(6) + 2
-
-    def squares(logps: jax.Array, logsumexp: jax.Array, entropy: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(logps) + logsumexp**2 + 2 * jnp.cos(entropy))
-
-    def full(h: jax.Array, w: jax.Array) -> jax.Array:
-        z = 6.0 * jnp.tanh(h @ w.T / 6.0) / 0.7
-        log_p = jax.nn.log_softmax(z)
-        return squares(log_p[jnp.arange(6), tokens], jax.nn.logsumexp(z, -1), -jnp.sum(jnp.exp(log_p) * log_p, -1))
-
-    def fused(h: jax.Array, w: jax.Array) -> jax.Array:
-        return squares(*ops.linear_logps(h, w, tokens, **CHUNKED, **OPTIONS, **on(mesh_of(2, 4))))
-
-    def again(function: Callable[..., jax.Array]) -> Any:
-        slopes = jax.grad(function, (0, 1))
-        return jax.jit(jax.grad(lambda h, w: sum(jnp.sum(jnp.sin(g)) for g in slopes(h, w)), (0, 1)))(hidden, head)
-
-    for got, want in zip(again(fused), again(full), strict=True):
-        # Measured 1e-6 of the largest entry: two float32 derivatives.
-        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())

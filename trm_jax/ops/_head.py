@@ -201,5 +201,5 @@ def head_logits(hidden: Float[Array, "N D"], head: Head, soft_cap: float | None)
 
 
 def cap_slope(logits: Float[Array, "N V"], soft_cap: float | None) -> Float[Array, "N V"] | float:
-    """Derivative of the cap, from the capped logits; 0 at ``-inf``, and differentiable there."""
-    return 1.0 if soft_cap is None else 1.0 - jnp.square(jnp.maximum(logits, -soft_cap) / soft_cap)
+    """Derivative of the cap, from the capped logits."""
+    return 1.0 if soft_cap is None else 1.0 - jnp.square(logits / soft_cap)

@@ -167,10 +167,9 @@ def _addends(part: SoftmaxPartial, token: TokenGap, top: Array, unit: float) -> 
     gap = unit * (part.top - jnp.where(top == -jnp.inf, 0.0, top))
     mass = jnp.exp(gap + part.log_total)
     at_top = (part.top == top) & (top > -jnp.inf)
-    one = jnp.where(at_top, jnp.exp(jnp.where(at_top, gap, 0.0)), 0.0)  # 1, with a derivative: ``top`` is a constant
-    rest = jnp.where(at_top, one * jnp.expm1(part.log_total), mass)
-    moment = _weighted(mass, gap + part.mean_gap)
-    return mass, [one, rest, moment, jnp.where(token.owned, token.gap + gap, 0.0)]
+    rest = jnp.where(at_top, jnp.expm1(gap + part.log_total), mass)
+    moment = _weighted(mass, jnp.where(mass == 0, 0.0, gap + part.mean_gap))
+    return mass, [at_top.astype(jnp.float32), rest, moment, jnp.where(token.owned, token.gap + gap, 0.0)]
 
 
 def softmax_of_sums(top: Array, at_top: Array, rest: Array, moment: Array) -> SoftmaxPartial:

@@ -129,7 +129,7 @@ def logps_gradients(
         hit = (tokens[:, None] == ids[None, :]) & allowed
         dz = jnp.where(active, p * slope + jnp.where(hit, slopes.token[:, None], 0.0), 0.0) / scaling.temperature
         if scaling.soft_cap is not None:
-            dz = jnp.where(allowed, dz * cap_slope(logits, scaling.soft_cap), 0.0)
+            dz = dz * cap_slope(jnp.where(allowed, logits, 0.0), scaling.soft_cap)
         grad_hidden = grad_hidden + jnp.dot(
             dz, part.weight.astype(jnp.float32), precision=precision, preferred_element_type=jnp.float32
         )
