@@ -71,7 +71,8 @@ def test_chunking_does_not_matter(chunk_size: int) -> None:
     got = ops.linear_vocab_divergence(*args, chunk_size=chunk_size)
     want = ops.linear_vocab_divergence(*args, implementation="reference")
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+        # Products of other shapes round logits of 17 by 2e-6, of which a KL of 1e-2 sees 2e-5.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_without_tv_the_kl_is_the_same_in_one_pass() -> None:
@@ -79,7 +80,8 @@ def test_without_tv_the_kl_is_the_same_in_one_pass() -> None:
         args = operands(shift)
         fast, full = (ops.linear_vocab_divergence(*args, with_tv=flag) for flag in (False, True))
         assert fast.token_tv is None
-        np.testing.assert_allclose(fast.token_kl, full.token_kl, rtol=5e-3)
+        # The same sums, to the bit here; a compiler that fuses them otherwise rounds differences of 1e-2 by 1e-6.
+        np.testing.assert_allclose(fast.token_kl, full.token_kl, rtol=1e-4)
         np.testing.assert_array_equal(fast.policy_logps, full.policy_logps)
 
 

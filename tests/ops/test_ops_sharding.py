@@ -50,7 +50,8 @@ def test_sharded_equals_unsharded_and_moves_only_reductions(
     compiled = jax.jit(everything).lower(*placed).compile()
     got, want = compiled(*placed), jax.jit(everything)(*inputs)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=5e-5)
+        # float32 sums in another order, of 64 tokens: 1.4e-5 of gradients of 10.
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=5e-5)
     # A gathered head holds V·D values and gathered hidden states N·D; the arg-maximum gathers a few values a row.
     found = collectives_of(compiled.as_text())
     assert set(found) <= {"all-reduce", "all-gather"}, found
