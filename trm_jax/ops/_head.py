@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-from trm_jax.checks import in_range, required, shape_of
+from trm_jax.checks import in_range, required, shape_of, static, static_temperature, token_ids
 from trm_jax.numerics import AnyArray
 from trm_jax.ops._axis_types import as_varying
 
@@ -115,11 +115,7 @@ def check_operands(
 
 def legal_tokens(tokens: Int[AnyArray, " N"], vocabulary: int) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     """Tokens in ``[0, vocabulary)``, the others replaced by 0, and which they are."""
-    y = jnp.asarray(tokens)
-    if not jnp.issubdtype(y.dtype, jnp.integer):
-        raise TypeError(f"tokens must be integers, given dtype {y.dtype}: pass token ids")
-    if y.dtype.itemsize < 4:  # in which the size of the vocabulary may not be representable
-        y = y.astype(jnp.int32)
+    y = token_ids(tokens)
     legal = (y >= 0) & (y < vocabulary)
     return jnp.where(legal, y, 0), legal
 
@@ -136,18 +132,13 @@ def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: 
       ValueError: one of them out of range.
       TypeError: one of them traced, or a chunk of a fraction of tokens.
     """
-    for name, value in (("temperature", temperature), ("logit_soft_cap", logit_soft_cap), ("chunk_size", chunk_size)):
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(
-                f"{name} is compiled into the program and must be a number, given a traced value: close over it or "
-                "name it in static_argnames of jax.jit"
-            )
-    in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
+    static(logit_soft_cap=logit_soft_cap, chunk_size=chunk_size)
+    divisor = static_temperature(temperature)
     in_range("logit_soft_cap", logit_soft_cap, low=0.0, low_open=True, high_open=True)
     if chunk_size is not None and (isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__")):
         raise TypeError(f"chunk_size must be an integer, given {chunk_size!r}: pass the number of tokens of a chunk")
     in_range("chunk_size", chunk_size, low=1)
-    return Scaling(float(temperature), None if logit_soft_cap is None else float(logit_soft_cap))
+    return Scaling(divisor, None if logit_soft_cap is None else float(logit_soft_cap))
 
 
 def product_precision(*operands: AnyArray) -> jax.lax.Precision:
