@@ -226,8 +226,8 @@ def token_ids(tokens: AnyArray) -> Array:
     if tokens.dtype.itemsize < 4 or tokens.dtype == jnp.int32:
         return jnp.asarray(tokens, jnp.int32)
     xp: Any = jnp if isinstance(tokens, jax.Array) else np  # before JAX cuts 64 bits to 32
-    fits = (tokens >= 0) & (tokens <= _INT32_MAX)
-    return jnp.asarray(xp.where(fits, tokens.astype(np.int32), np.int32(-1)))
+    ids: Any = tokens
+    return jnp.asarray(xp.where((ids >= 0) & (ids <= _INT32_MAX), ids.astype(np.int32), np.int32(-1)))
 
 
 def ordered(low_name: str, low: float, high_name: str, high: float) -> None:
