@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trm_jax import ops
 from trm_jax.checks import token_ids
@@ -183,3 +184,77 @@ def test_the_lowest_temperature(form: dict[str, Any]) -> None:
     )
     np.testing.assert_allclose(both.token_kl, [1e6, 0.0, 0.0], rtol=1e-6)
     np.testing.assert_array_equal(both.token_tv, [1.0, 0.0, 0.0])
+
+
+MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_shard_map_that_splits_the_tokens_around_a_mesh(check_vma: bool, abstract: bool) -> None:
+    rng = np.random.default_rng(1)
+    hidden, head = (rng.normal(size=(n, D)).astype(np.float32) for n in (8, V))
+    tokens, bias = rng.integers(0, V, 8), rng.normal(size=V).astype(np.float32)
+
+    def everything(h: jax.Array, w: jax.Array, b: jax.Array, y: jax.Array, **axes: Any) -> Any:
+        def total(h: jax.Array, w: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = ops.linear_logps(h, w, y, bias=b, **axes)
+            return jnp.sum(out.logps + 0.3 * out.entropy), out.logps
+
+        gradients, logps = jax.grad(total, (0, 1, 2), has_aux=True)(h, w, b)
+        return gradients, logps, ops.linear_vocab_divergence(h, w, 1.1 * h, w, y, policy_bias=b, **axes).token_kl
+
+    def local(h: jax.Array, *rest: jax.Array) -> Any:
+        mesh = jax.sharding.get_abstract_mesh() if abstract else MESH
+        (of_hidden, *of_head), *rows = everything(h, *rest, mesh=mesh, vocab_axis="tensor")
+        if not check_vma:  # then it is the caller's to sum
+            of_head = jax.lax.psum(of_head, "data")
+        return (of_hidden, *of_head), *rows
+
+    along, whole = PartitionSpec("data"), PartitionSpec()
+    run = jax.shard_map(
+        local,
+        mesh=MESH,
+        in_specs=(along, whole, whole, along),
+        out_specs=((along, whole, whole), along, along),
+        axis_names={"data"},
+        check_vma=check_vma,
+    )
+    got, want = jax.jit(run)(hidden, head, bias, tokens), everything(hidden, head, bias, tokens)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)  # sums over four shards round otherwise
+
+
+@pytest.mark.parametrize(
+    ("mesh", "vocab_axis", "message"),
+    [
+        (MESH, "data", "axis 'data' is split already by the shard_map around the call, .* not in its axis_names, or"),
+        (
+            jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,)),
+            "tensor",
+            r"that of the shard_map .* axes {'data': 2, 'tensor': 4}, given {'tensor': 8}: pass jax\.sharding\.get_abs",
+        ),
+    ],
+)
+def test_a_mesh_that_a_surrounding_shard_map_has_not_left(mesh: Any, vocab_axis: str, message: str) -> None:
+    def local(h: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
+        return ops.linear_logps(h, w, y, mesh=mesh, vocab_axis=vocab_axis).logps
+
+    specs = (PartitionSpec("data"), PartitionSpec(), PartitionSpec("data"))
+    run = jax.shard_map(local, mesh=MESH, in_specs=specs, out_specs=specs[0], axis_names={"data"})
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, np.zeros((8, D), np.float32), np.zeros((V, D), np.float32), np.zeros(8, int))
+
+
+def test_an_abstract_mesh_gets_its_devices_from_the_context_or_an_operand() -> None:
+    hidden, head, tokens = operands()
+    placed = jax.device_put(head, NamedSharding(MESH, PartitionSpec("tensor")))
+    options = {"mesh": MESH.abstract_mesh, "vocab_axis": "tensor"}
+    with pytest.raises(ValueError, match=r"mesh is abstract, and no operand lies on 8 devices, .*inside jax\.set_mesh"):
+        ops.linear_logps(hidden, head, tokens, **options)
+    with pytest.raises(ValueError, match=r"mesh is abstract, .*pass a jax\.sharding\.Mesh"):
+        ops.linear_vocab_divergence(hidden, head, hidden, head, tokens, **options)
+    of_operand = ops.linear_logps(hidden, placed, tokens, **options).logps
+    with jax.set_mesh(MESH):
+        of_context = ops.linear_logps(hidden, head, tokens, **options).logps
+    np.testing.assert_array_equal(of_operand, of_context)

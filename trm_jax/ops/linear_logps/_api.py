@@ -66,7 +66,8 @@ def linear_logps(
         on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or
         raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
-      mesh: the devices to run on, with axes of any type; operands may lie on them in any way.
+      mesh: the devices to run on, with axes of any type; operands may lie on them in any way. An abstract mesh wants
+        ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh.
       vocab_axis: mesh axis of the rows of the head; needed with a mesh. It need not divide V, but a head that it does
         not divide is copied, and its gradient gathered.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
