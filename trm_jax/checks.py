@@ -7,7 +7,10 @@ import math
 from collections.abc import Iterable
 from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from trm_jax.numerics import AnyArray
 
@@ -21,7 +24,13 @@ __all__ = [
     "rows_of_tokens",
     "same_shape",
     "shape_of",
+    "static",
+    "static_temperature",
+    "token_ids",
 ]
+
+_MIN_TEMPERATURE = 1e-6
+_INT32_MAX = 2**31 - 1
 
 
 def shape_of(name: str, array: AnyArray) -> tuple[int, ...]:
@@ -163,6 +172,62 @@ def in_range(
         left, right = "(" if low_open else "[", ")" if high_open else "]"
         raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, given {given!r}")
     return value
+
+
+def static(**numbers: Any) -> None:
+    """Refuses traced values for numbers that are compiled into a program.
+
+    Raises:
+      TypeError: naming the argument.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"{name} is compiled into the program and must be a number, given a traced value: close over it or "
+                "name it in static_argnames of jax.jit"
+            )
+
+
+def static_temperature(temperature: Any) -> float:
+    """A temperature that divides logits, as a Python float.
+
+    Raises:
+      ValueError: below 1e-6, where quotients leave float32, infinite or NaN.
+      TypeError: on a traced value or what is no number.
+
+    >>> static_temperature(0.0)
+    Traceback (most recent call last):
+      ...
+    ValueError: temperature must lie in [1e-06, inf), given 0.0: pass 1.0 for the log-probs of greedy samples
+    """
+    static(temperature=temperature)
+    value = number("temperature", temperature)
+    if not _MIN_TEMPERATURE <= value < math.inf:
+        raise ValueError(
+            f"temperature must lie in [{_MIN_TEMPERATURE:g}, inf), given {temperature!r}: pass 1.0 for the log-probs "
+            "of greedy samples"
+        )
+    return value
+
+
+def token_ids(tokens: AnyArray) -> Array:
+    """Token ids as int32; an id that int32 has not becomes -1, which no vocabulary has, instead of wrapping around.
+
+    Raises:
+      TypeError: on what is no array, or one of other numbers.
+
+    >>> token_ids(np.array([3, 2**32 + 3])).tolist()
+    [3, -1]
+    """
+    if not hasattr(tokens, "dtype"):
+        raise TypeError(f"tokens must be an array of integers, given {tokens!r}: pass jax.numpy.asarray(tokens)")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, given dtype {tokens.dtype}: pass token ids")
+    if tokens.dtype.itemsize < 4 or tokens.dtype == jnp.int32:
+        return jnp.asarray(tokens, jnp.int32)
+    xp: Any = jnp if isinstance(tokens, jax.Array) else np  # before JAX cuts 64 bits to 32
+    ids: Any = tokens
+    return jnp.asarray(xp.where((ids >= 0) & (ids <= _INT32_MAX), ids.astype(np.int32), np.int32(-1)))
 
 
 def ordered(low_name: str, low: float, high_name: str, high: float) -> None:

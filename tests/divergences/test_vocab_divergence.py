@@ -311,3 +311,43 @@ def test_a_token_that_the_rollout_practically_bans_counts_in_full(mass: float, b
     exact /= exact.sum()
     np.testing.assert_allclose(out.token_tv, exact[:, 1], rtol=1e-5)
     np.testing.assert_allclose(out.token_kl, -np.log(exact[:, 0]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_an_id_beyond_32_bits_is_not_wrapped_around(x64: bool) -> None:
+    logits, tokens = np.zeros((3, 5), np.float32), np.array([np.iinfo(np.int64).min, 2**32 + 3, 3])
+    with jax.enable_x64(x64):
+        for ids in (tokens, jnp.asarray(tokens)) if x64 else (tokens,):  # without x64 JAX has cut them already
+            out = divergences.vocab_divergence(logits, logits, ids)
+            np.testing.assert_array_equal(np.isnan(out.policy_logps), [True, True, False])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"tokens": None}, TypeError, "tokens must be an array, given None"),
+        ({"tokens": 1}, TypeError, r"tokens must be an array of integers, given 1: pass jax\.numpy\.asarray"),
+        ({"tokens": [1]}, TypeError, "tokens must be an array, given a list"),
+        ({"policy_logits": None}, TypeError, "policy_logits must be an array, given None"),
+        ({"rollout_logits": None}, TypeError, "rollout_logits must be an array, given None"),
+        ({"temperature": None}, TypeError, "temperature must be a number, given None"),
+        ({"temperature": "1"}, TypeError, "temperature must be a number, given '1'"),
+        ({"temperature": 1e-9}, ValueError, r"temperature must lie in \[1e-06, inf\), given 1e-09: pass 1\.0"),
+        ({"temperature": float("nan")}, ValueError, r"temperature must lie in \[1e-06, inf\), given nan"),
+    ],
+)
+def test_refusals_say_what_was_given(change: dict[str, object], error: type[Exception], message: str) -> None:
+    given = {"policy_logits": jnp.zeros(3), "rollout_logits": jnp.zeros(3), "tokens": jnp.array(0)} | change
+    with pytest.raises(error, match=message):
+        inspect.unwrap(divergences.vocab_divergence)(**given)
+
+
+def test_a_traced_temperature_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"temperature is compiled into the program .*static_argnames of jax\.jit"):
+        jax.jit(inspect.unwrap(divergences.vocab_divergence))(jnp.zeros(3), jnp.zeros(3), jnp.array(0), temperature=1.0)
+
+
+def test_the_lowest_temperature_is_finite() -> None:
+    logits = jnp.array([0.0, 1.0, 2e3]), jnp.array([0.0, 2.0, 1e3])
+    out = divergences.vocab_divergence(*logits, jnp.array(2), temperature=1e-6)
+    np.testing.assert_array_equal(jnp.array([out.policy_logps, out.token_kl, out.token_tv]), 0.0)

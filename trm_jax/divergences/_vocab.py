@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from trm_jax.checks import in_range, same_shape, shape_of
+from trm_jax.checks import required, same_shape, shape_of, static_temperature, token_ids
 from trm_jax.numerics import AnyArray, expm1_minus_identity
 from trm_jax.types import VocabDivergence
 
@@ -232,7 +232,7 @@ def vocab_divergence(
       policy_logits: ``[..., V]``, before the temperature; ``-inf`` marks tokens outside the support (top-k, top-p).
       rollout_logits: ``[..., V]``, likewise; the two supports may differ.
       tokens: ``[...]`` sampled token ids in ``[0, V)``; any other gives NaN log-probs. Divergences do not depend on it.
-      temperature: positive; both logits are divided by it.
+      temperature: static, at least 1e-6; both logits are divided by it.
 
     Returns:
       ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that
@@ -240,23 +240,23 @@ def vocab_divergence(
       to 2e-5 of their values from KL = 1e-7 on (``experiments/divergence_accuracy``).
 
     Raises:
-      ValueError: on shapes that do not match or a temperature that is not positive.
-      TypeError: on tokens that are not integers.
+      ValueError: on shapes that do not match or a temperature below 1e-6.
+      TypeError: on what is no array, tokens that are not integers, or a temperature that is traced or no number.
 
     >>> out = vocab_divergence(jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75])), jnp.array(0))
     >>> [round(float(x), 4) for x in (out.token_kl, out.token_tv, out.policy_logps)]
     [0.1308, 0.25, -0.6931]
     """
+    required(policy_logits=policy_logits, rollout_logits=rollout_logits, tokens=tokens)
     shape = same_shape(policy_logits=policy_logits, rollout_logits=rollout_logits)
     if not shape or shape[-1] == 0:
         raise ValueError(f"logits must be [..., V], with V at least 1, given {list(shape)}")
-    if shape_of("tokens", tokens) != shape[:-1]:
-        raise ValueError(f"tokens must be {list(shape[:-1])}, the logits without their last axis, given {tokens.shape}")
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens must be integers, given dtype {tokens.dtype}: pass token ids")
-    temperature = in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
+    if (given := shape_of("tokens", tokens)) != shape[:-1]:
+        raise ValueError(
+            f"tokens must be {list(shape[:-1])}, the logits without their last axis, given {list(given)}: give each "
+            "row of logits one token"
+        )
+    ids, divisor = token_ids(tokens), static_temperature(temperature)
     policy, rollout = (jnp.asarray(z).astype(jnp.float32) for z in (policy_logits, rollout_logits))
-    out: VocabDivergence = logits_divergence(
-        policy, rollout, jnp.asarray(tokens), with_tv=True, temperature=temperature
-    )
+    out: VocabDivergence = logits_divergence(policy, rollout, ids, with_tv=True, temperature=divisor)
     return out

@@ -12,13 +12,29 @@ from jax.sharding import AxisType
 
 from trm_jax.ops._dispatch import AnyMesh
 
-__all__ = ["as_varying", "automatic", "explicit_axes", "explicit_mesh", "rows_axes", "summed_like", "varying"]
+__all__ = ["as_varying", "automatic", "check_devices", "explicit_axes", "explicit_mesh", "rows_axes", "varying"]
 
 
 def explicit_axes(mesh: AnyMesh) -> frozenset[str]:
     """Axes that are part of the types of arrays."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def check_devices(mesh: AnyMesh, operands: Any) -> None:
+    """An abstract mesh gets its devices from ``jax.set_mesh`` or from an operand; a traced one may have them.
+
+    Raises:
+      ValueError: neither has any.
+    """
+    if isinstance(mesh, jax.sharding.Mesh) or not jax.sharding.get_abstract_mesh().empty:
+        return
+    leaves = jax.tree.leaves(operands)
+    if not any(isinstance(x, jax.core.Tracer) or len(x.sharding.device_set) == mesh.size for x in leaves):
+        raise ValueError(
+            f"mesh is abstract, and no operand lies on {mesh.size} devices, given {mesh}: pass a jax.sharding.Mesh, or "
+            "call inside jax.set_mesh"
+        )
 
 
 def explicit_mesh(operands: Any) -> AnyMesh | None:
@@ -55,10 +71,3 @@ def as_varying(arrays: Any, like: Any) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, arrays)
-
-
-def summed_like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-    """The gradient, summed over the axes along which it varies and its operand does not."""
-    axes = tuple(sorted(varying(gradient) - varying(operand)))
-    total: jax.Array = jax.lax.psum(gradient, axes) if axes else gradient
-    return total

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
-from trm_jax.ops._axis_types import varying
+from trm_jax.ops._axis_types import check_devices, varying
 from trm_jax.ops._dispatch import Implementation, choose_implementation, default_chunk_size, platform_of, rows_at_once
 from trm_jax.ops._sharding import Layout, layout_of_types
 
@@ -55,6 +55,8 @@ def choose(
       interpret: as the user gave it.
       check_blocks: raises ``NotImplementedError`` when no block of the kernel fits the TPU.
     """
+    if layout is not None:
+        check_devices(layout.mesh, operands)
     if layout is None and implementation != "reference":
         layout = layout_of_types(hidden, head)
     mesh = None if layout is None else layout.mesh

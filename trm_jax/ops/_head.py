@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-from trm_jax.checks import in_range, required, shape_of
+from trm_jax.checks import in_range, required, shape_of, static, static_temperature, token_ids
 from trm_jax.numerics import AnyArray
 from trm_jax.ops._axis_types import as_varying
 
 __all__ = [
     "Head",
     "Scaling",
+    "as_head",
     "cap_slope",
     "check_operands",
     "check_scaling",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 _INT8_ROWS = 4096
+_ABSENT = -1e29
+"""A bias of at most this counts as ``-inf``: masks are often the lowest finite number, whose sums are infinite."""
 
 
 class Head(NamedTuple):
@@ -33,7 +36,8 @@ class Head(NamedTuple):
     Attributes:
       weight: ``[V, D]`` row-major.
       scale: ``[V]`` factor of each row's logit, of a quantised weight.
-      bias: ``[V]`` added to each row's logit; ``-inf`` takes the token out of the vocabulary.
+      bias: ``[V]`` added to each row's logit; ``-inf`` takes the token out of the vocabulary, other values are
+        above -1e29.
     """
 
     weight: Float[Array, "V D"] | Int8[Array, "V D"]
@@ -78,10 +82,13 @@ def check_operands(
             f"{role}head must have a row for each token and a column for each feature, given {list(of_head)}: pass the "
             "whole head"
         )
-    if shape_of("tokens", tokens) != (n,):
-        raise ValueError(
-            f"tokens must be [{n}], one for each row of {role}hidden, given {list(shape_of('tokens', tokens))}"
-        )
+    if (of_tokens := shape_of("tokens", tokens)) != (n,):
+        if role == "rollout_":  # they fit the policy's
+            raise ValueError(
+                f"rollout_hidden must have a row for each of the {of_tokens[0]} rows of policy_hidden, given "
+                f"{list(of_hidden)}: pass the hidden states of the same tokens"
+            )
+        raise ValueError(f"tokens must be [{n}], one for each row of {role}hidden, given {list(of_tokens)}")
     if support is not None and shape_of("support", support) != (n, -(-vocabulary // 8)):
         raise ValueError(
             f"support must be [{n}, {-(-vocabulary // 8)}] uint8, one bit for each token of the head, given "
@@ -106,20 +113,42 @@ def check_operands(
             raise TypeError(
                 f"{name} must be float32 or bfloat16, given {vector.dtype}: pass {name}.astype(jnp.float32)"
             )
-    if (head.dtype == jnp.int8) != (scale is not None) or not (head.dtype == jnp.int8 or _is_float(head)):
+    _check_type(role, head, scaled=scale is not None)
+
+
+def _check_type(role: str, head: AnyArray, *, scaled: bool) -> None:
+    wide = f"{role}head.astype(jnp.float32)"
+    if scaled and head.dtype != jnp.int8:
         raise TypeError(
-            f"{role}head must be float32 or bfloat16, given {head.dtype} {'without' if scale is None else 'with'} a "
-            f"scale: pass {role}head.astype(jnp.float32); only rollout_head may be int8, with its rollout_head_scale"
+            f"{role}head must be int8 to have a scale, given {head.dtype} with a scale: leave {role}head_scale out and "
+            f"pass {wide} * {role}head_scale[:, None]"
         )
+    if scaled or _is_float(head):
+        return
+    if head.dtype != jnp.int8:
+        todo = f"pass {wide}"
+    elif role == "rollout_":
+        todo = "pass rollout_head_scale, the factor of each row"
+    else:
+        todo = f"pass {wide} * scale[:, None]; an int8 head is taken as rollout_head only"
+    raise TypeError(f"{role}head must be float32 or bfloat16, given {head.dtype} without a scale: {todo}")
+
+
+def as_head(weight: AnyArray, scale: AnyArray | None = None, bias: AnyArray | None = None) -> Head:
+    """The head that every form works on: a bias of at most -1e29 is ``-inf``, and has no gradient.
+
+    >>> as_head(jnp.eye(3), bias=jnp.array([1.0, jnp.finfo(jnp.float32).min, jnp.nan])).bias.tolist()
+    [1.0, -inf, nan]
+    """
+    offsets = None if bias is None else jnp.asarray(bias)
+    if offsets is not None:
+        offsets = jnp.where(offsets <= _ABSENT, -jnp.inf, offsets)
+    return Head(jnp.asarray(weight), None if scale is None else jnp.asarray(scale), offsets)
 
 
 def legal_tokens(tokens: Int[AnyArray, " N"], vocabulary: int) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     """Tokens in ``[0, vocabulary)``, the others replaced by 0, and which they are."""
-    y = jnp.asarray(tokens)
-    if not jnp.issubdtype(y.dtype, jnp.integer):
-        raise TypeError(f"tokens must be integers, given dtype {y.dtype}: pass token ids")
-    if y.dtype.itemsize < 4:  # in which the size of the vocabulary may not be representable
-        y = y.astype(jnp.int32)
+    y = token_ids(tokens)
     legal = (y >= 0) & (y < vocabulary)
     return jnp.where(legal, y, 0), legal
 
@@ -136,18 +165,13 @@ def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: 
       ValueError: one of them out of range.
       TypeError: one of them traced, or a chunk of a fraction of tokens.
     """
-    for name, value in (("temperature", temperature), ("logit_soft_cap", logit_soft_cap), ("chunk_size", chunk_size)):
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(
-                f"{name} is compiled into the program and must be a number, given a traced value: close over it or "
-                "name it in static_argnames of jax.jit"
-            )
-    in_range("temperature", temperature, low=0.0, low_open=True, high_open=True)
+    static(logit_soft_cap=logit_soft_cap, chunk_size=chunk_size)
+    divisor = static_temperature(temperature)
     in_range("logit_soft_cap", logit_soft_cap, low=0.0, low_open=True, high_open=True)
     if chunk_size is not None and (isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__")):
         raise TypeError(f"chunk_size must be an integer, given {chunk_size!r}: pass the number of tokens of a chunk")
     in_range("chunk_size", chunk_size, low=1)
-    return Scaling(float(temperature), None if logit_soft_cap is None else float(logit_soft_cap))
+    return Scaling(divisor, None if logit_soft_cap is None else float(logit_soft_cap))
 
 
 def product_precision(*operands: AnyArray) -> jax.lax.Precision:

@@ -74,7 +74,8 @@ def layout_of(mesh: Any, vocab_axis: Any, token_axis: Any) -> Layout | None:
 
     Raises:
       TypeError: something else than a mesh, or than the names of its axes.
-      ValueError: axes without a mesh, a mesh without ``vocab_axis``, an unknown axis, or one that is given twice.
+      ValueError: axes without a mesh, a mesh without ``vocab_axis``, an unknown axis, one that is given twice or that a
+        surrounding ``shard_map`` has split, or another mesh than its.
     """
     if mesh is None:
         if vocab_axis is not None or token_axis is not None:
@@ -99,7 +100,26 @@ def layout_of(mesh: Any, vocab_axis: Any, token_axis: Any) -> Layout | None:
         known_name("mesh axis", name, mesh.axis_names)
     if len(set(names)) < len(names):
         raise ValueError(f"vocab_axis={vocab_axis!r} and token_axis={token_axis!r} must not share a mesh axis")
-    return Layout(mesh, vocab_axis, token_axis)
+    return Layout(_around(mesh, names), vocab_axis, token_axis)
+
+
+def _around(mesh: AnyMesh, names: list[str]) -> AnyMesh:
+    """The mesh as a caller's own ``shard_map`` has left it: only axes that it has not split can be named."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.manual_axes:
+        return mesh
+    if dict(mesh.shape) != dict(context.shape):
+        raise ValueError(
+            f"mesh must be that of the shard_map around the call, with axes {dict(context.shape)}, given "
+            f"{dict(mesh.shape)}: pass jax.sharding.get_abstract_mesh()"
+        )
+    for name in names:
+        if name in context.manual_axes:
+            raise ValueError(
+                f"mesh axis {name!r} is split already by the shard_map around the call, in which operands are local: "
+                "name an axis that is not in its axis_names, or leave mesh and its axes out"
+            )
+    return context
 
 
 def layout_of_types(hidden: Array, head: Array) -> Layout | None:
@@ -169,7 +189,8 @@ def over_shards(
 ) -> Any:
     """``body(shard, rows, heads)`` on every device, on its own tokens and its own rows of the heads.
 
-    Collectives are those of the body. A vocabulary (or a number of tokens) that the axis does not divide is padded:
+    Collectives are those of the body. With a layout gradients are typed as the same along all axes of a caller's own
+    ``shard_map``. A vocabulary (or a number of tokens) that the axis does not divide is padded:
     each device's share of the head is copied, and the head's gradient gathered, because JAX holds no array in unequal
     shards. Store the head with that many rows and a bias of ``-inf`` to avoid both.
 
@@ -181,9 +202,10 @@ def over_shards(
       heads: over one vocabulary.
       head_gradients: what the body returns.
     """
+    # Whoever calls from a shard_map of his own has operands that differ along its axes, and others that do not.
+    rows, heads = as_varying((rows, heads), like=(rows, heads))
     if layout is None:
-        # Whoever calls from a shard_map of his own has operands that differ along its axes, and others that do not.
-        return body(Shard(0, None, None), *as_varying((rows, heads), like=(rows, heads)))
+        return body(Shard(0, None, None), rows, heads)
     n, vocabulary = jax.tree.leaves(rows)[0].shape[0], heads[0].weight.shape[0]
     share = -(-vocabulary // layout.devices(layout.vocab_axis))
     padded_n = -(-n // layout.devices(layout.token_axis)) * layout.devices(layout.token_axis)
@@ -208,5 +230,5 @@ def over_shards(
         check_vma=False,  # Pallas kernels do not say along which axes their outputs vary
     )(padded_rows, padded_heads)
     if not head_gradients:
-        return jax.tree.map(lambda x: x[:n], out)
+        return as_varying(jax.tree.map(lambda x: x[:n], out), like=(rows, heads))
     return jax.tree.map(lambda x: x[:n], out[0]), jax.tree.map(lambda x: x[:vocabulary], out[1])

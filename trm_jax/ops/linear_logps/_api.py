@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from trm_jax.numerics import AnyArray
 from trm_jax.ops._choice import choose
 from trm_jax.ops._dispatch import AnyMesh, Implementation
-from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
+from trm_jax.ops._head import Head, as_head, check_operands, check_scaling, legal_tokens
 from trm_jax.ops._sharding import Layout, layout_of, with_automatic_axes
 from trm_jax.ops.linear_logps._fused import Plan, check_blocks, linear_logps_fused
 from trm_jax.ops.linear_logps._reference import linear_logps_reference
@@ -54,10 +54,11 @@ def linear_logps(
       hidden: ``[N, D]`` final hidden states, float32 or bfloat16.
       head: ``[V, D]`` row-major, float32 or bfloat16, as Hugging Face stores ``lm_head`` and tied embeddings.
       tokens: ``[N]`` ids in ``[0, V)``; another id, as padding has, gets a NaN log-prob and no gradient of it.
-      temperature: positive, static.
+      temperature: at least 1e-6, static.
       logit_soft_cap: positive, static; None for none.
       bias: ``[V]`` float32 or bfloat16, added to the logits before the cap; ``-inf`` takes a token (a padding row of
-        the head, say) out of the vocabulary.
+        the head, say, which must be finite) out of the vocabulary. A value of at most -1e29, as masks have, is
+        ``-inf``, and has no gradient.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left;
         log-prob, normaliser and entropy are those of the policy restricted to them.
       chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
@@ -65,7 +66,8 @@ def linear_logps(
         on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or
         raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
-      mesh: the devices to run on, with axes of any type; operands may lie on them in any way.
+      mesh: the devices to run on, with axes of any type; operands may lie on them in any way. An abstract mesh wants
+        ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh.
       vocab_axis: mesh axis of the rows of the head; needed with a mesh. It need not divide V, but a head that it does
         not divide is copied, and its gradient gathered.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
@@ -91,7 +93,7 @@ def linear_logps(
     scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
     layout = layout_of(mesh, vocab_axis, token_axis)
     h, (y, legal) = jnp.asarray(hidden), legal_tokens(tokens, head.shape[0])
-    w = Head(jnp.asarray(head), None, None if bias is None else jnp.asarray(bias))
+    w = as_head(head, bias=bias)
     bits = None if support is None else jnp.asarray(support)
     choice = choose(
         "linear_logps",

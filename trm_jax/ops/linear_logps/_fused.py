@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.ops._axis_types import summed_like, varying
+from trm_jax.ops._axis_types import as_varying, varying
 from trm_jax.ops._head import Head, Scaling
-from trm_jax.ops._partials import SoftmaxPartial, TokenGap, merge_softmax, sum_over
+from trm_jax.ops._partials import AxisName, SoftmaxPartial, TokenGap, merge_softmax, sum_over
 from trm_jax.ops._sharding import Layout, Shard, over_shards
 from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
@@ -173,31 +173,37 @@ def _linear_logps_fwd(
     return out, (hidden, head, tokens, support, out)
 
 
+def _axes(names: frozenset[str]) -> AxisName:
+    return tuple(sorted(names)) or None
+
+
 def _linear_logps_bwd(plan: Plan, residuals: _Residuals, cotangents: LinearLogps) -> tuple[Array, Head, None, None]:
     hidden, head, tokens, support, out = residuals
     slopes = logps_slopes(out, cotangents)
     if plan.implementation == "pallas_tpu":
         slopes = _once_differentiable(slopes)
-    # Inside a caller's shard_map a head may be the same along axes along which the rows are not.
-    shared = bool(varying((hidden, tokens, support, slopes)) - varying(head))
+    # Inside a caller's shard_map an operand may be the same along axes along which others are not.
+    of_hidden, of_weight, of_bias = (
+        _axes(varying((hidden, head, tokens, support, slopes)) - varying(x)) for x in (hidden, head.weight, head.bias)
+    )
 
     def body(
         shard: Shard, rows: tuple[_Rows, LogpsSlopes], heads: tuple[Head, ...]
     ) -> tuple[Array, tuple[Array, Array | None]]:
         # What other devices add is summed before it is rounded.
-        dtype = jnp.dtype(jnp.float32) if shard.token_axis or shared else head.weight.dtype
+        dtype = jnp.dtype(jnp.float32) if shard.token_axis or of_weight else head.weight.dtype
         grad_hidden, grad_weight, grad_bias = _gradients(plan, shard, *rows, heads[0], dtype)
-        grad_hidden = summed_like(sum_over(shard.vocab_axis, grad_hidden), hidden)
-        grad_weight = summed_like(sum_over(shard.token_axis, grad_weight), head.weight)
-        if grad_bias is not None and head.bias is not None:
-            grad_bias = summed_like(sum_over(shard.token_axis, grad_bias), head.bias)
+        grad_hidden = sum_over(of_hidden, sum_over(shard.vocab_axis, grad_hidden))
+        grad_weight = sum_over(of_weight, sum_over(shard.token_axis, grad_weight))
+        if grad_bias is not None:
+            grad_bias = sum_over(of_bias, sum_over(shard.token_axis, grad_bias))
         return _rounded(grad_hidden, hidden.dtype), (_rounded(grad_weight, head.weight.dtype), grad_bias)
 
     grad_hidden, (grad_weight, grad_bias) = over_shards(
         plan.layout, body, ((hidden, tokens, support), slopes), (head,), head_gradients=True
     )
     grad_head = Head(grad_weight, None, None if head.bias is None else grad_bias.astype(head.bias.dtype))
-    return grad_hidden, grad_head, None, None
+    return as_varying(grad_hidden, like=hidden), jax.tree.map(as_varying, grad_head, head), None, None
 
 
 _linear_logps.defvjp(_linear_logps_fwd, _linear_logps_bwd)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Int8, UInt8
 from trm_jax.numerics import AnyArray
 from trm_jax.ops._choice import choose
 from trm_jax.ops._dispatch import AnyMesh, Implementation
-from trm_jax.ops._head import Head, check_operands, check_scaling, legal_tokens
+from trm_jax.ops._head import Head, as_head, check_operands, check_scaling, legal_tokens
 from trm_jax.ops._sharding import Layout, layout_of, with_automatic_axes
 from trm_jax.ops.linear_vocab_divergence._fused import Plan, check_blocks, linear_vocab_divergence_fused
 from trm_jax.ops.linear_vocab_divergence._reference import linear_vocab_divergence_reference
@@ -61,13 +61,13 @@ def linear_vocab_divergence(
         thousand rows at a time.
       tokens: ``[N]`` sampled ids in ``[0, V)``; another id, as padding has, gets NaN log-probs. Divergences do not
         depend on the token.
-      temperature: positive, static; of both policies.
+      temperature: at least 1e-6, static; of both policies.
       logit_soft_cap: positive, static; of both policies; None for none.
       policy_bias: ``[V]`` added to the policy's logits before the cap; ``-inf`` takes a token (a padding row of the
-        head, say) out of its vocabulary.
+        head, say, which must be finite) out of its vocabulary. A value of at most -1e29, as masks have, is ``-inf``.
       rollout_bias: likewise of the engine.
       rollout_head_scale: ``[V]`` factor of each row of an int8 ``rollout_head``.
-      with_tv: False leaves ``token_tv`` None; the kernel then saves its second pass.
+      with_tv: a bool; False leaves ``token_tv`` None; the kernel then saves its second pass.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left,
         applied to both policies.
       chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
@@ -75,7 +75,8 @@ def linear_vocab_divergence(
         on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or
         raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
-      mesh: the devices to run on, with axes of any type; operands may lie on them in any way.
+      mesh: the devices to run on, with axes of any type; operands may lie on them in any way. An abstract mesh wants
+        ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh.
       vocab_axis: mesh axis of the rows of the heads; needed with a mesh. It need not divide V, but a head that it does
         not divide is copied.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
@@ -87,7 +88,7 @@ def linear_vocab_divergence(
     Raises:
       ValueError: on shapes, axes, or a temperature, cap or chunk size out of range.
       TypeError: on operands that are neither float32 nor bfloat16, an int8 head without its scale, something else than
-        a mesh or axis names, or a traced temperature, cap or chunk size.
+        a mesh, axis names or a bool, or a traced temperature, cap or chunk size.
       NotImplementedError: on a kernel that does not run on this platform or with these options.
 
     >>> import numpy as np
@@ -106,22 +107,18 @@ def linear_vocab_divergence(
             f"both heads must have one vocabulary, given {policy_head.shape[0]} and {rollout_head.shape[0]} rows: "
             "strip the padding rows of the larger one"
         )
+    if not isinstance(with_tv, bool):
+        raise TypeError(f"with_tv must be True or False, compiled into the program, given {with_tv!r}")
     scaling = check_scaling(temperature, logit_soft_cap, chunk_size)
     layout = layout_of(mesh, vocab_axis, token_axis)
 
-    def constant(x: AnyArray) -> Array:
-        out: Array = jax.lax.stop_gradient(jnp.asarray(x))
-        return out
-
-    def head(weight: AnyArray, scale: AnyArray | None, bias: AnyArray | None) -> Head:
-        return Head(constant(weight), *(None if x is None else constant(x) for x in (scale, bias)))
-
-    hidden = (constant(policy_hidden), constant(rollout_hidden))
+    hidden = (jnp.asarray(policy_hidden), jnp.asarray(rollout_hidden))
     y, legal = legal_tokens(tokens, policy_head.shape[0])
     shared = policy_head is rollout_head and policy_bias is rollout_bias
-    heads: tuple[Head, ...] = (head(policy_head, None, policy_bias),)
+    heads: tuple[Head, ...] = (as_head(policy_head, bias=policy_bias),)
     if not shared:
-        heads += (head(rollout_head, rollout_head_scale, rollout_bias),)
+        heads += (as_head(rollout_head, rollout_head_scale, rollout_bias),)
+    hidden, heads = jax.lax.stop_gradient((hidden, heads))
     bits = None if support is None else jnp.asarray(support)
     choice = choose(
         "linear_vocab_divergence",
