@@ -84,7 +84,7 @@ def test_shapes(change: dict[str, Any], words: str) -> None:
         ({"hidden": HIDDEN.astype(np.float16)}, "given float16: pass hidden.astype(jnp.float32)"),
         ({"head": HEAD.astype(np.float16)}, "given float16 without a scale: pass head.astype(jnp.float32)"),
         ({"head": HEAD.astype("float8_e4m3fn")}, "head must be float32 or bfloat16, given float8_e4m3fn without"),
-        ({"head": INT8}, "given int8 without a scale: pass head.astype(jnp.float32); only rollout_head may be int8"),
+        ({"head": INT8}, "given int8 without a scale: pass head.astype(jnp.float32) * scale[:, None]"),
         ({"bias": np.ones(V, np.int32)}, "bias must be float32 or bfloat16, given int32: pass bias.astype"),
     ],
 )
@@ -102,7 +102,7 @@ def test_types(change: dict[str, Any], words: str) -> None:
         ),
         (ValueError, {"policy_head": HEAD.T}, "policy_hidden must be [N, D] and policy_head [V, D]"),
         (ValueError, {"rollout_hidden": HIDDEN[None]}, "rollout_hidden must be [N, D] and rollout_head [V, D]"),
-        (ValueError, {"rollout_hidden": HIDDEN[1:]}, "tokens must be [4], one for each row of rollout_hidden, given"),
+        (ValueError, {"rollout_hidden": HIDDEN[1:]}, "rollout_hidden must have a row for each of the 5 rows of policy_hidden, given"),
         (ValueError, {"policy_bias": SCALE[1:]}, "policy_bias must be [20], one for each row of policy_head, given"),
         (
             ValueError,
@@ -112,7 +112,7 @@ def test_types(change: dict[str, Any], words: str) -> None:
         (TypeError, {"rollout_hidden": None}, "rollout_hidden must be an array, given None"),
         (TypeError, {"policy_head": INT8}, "policy_head must be float32 or bfloat16, given int8 without a scale"),
         (TypeError, {"rollout_head": INT8}, "rollout_head must be float32 or bfloat16, given int8 without a scale"),
-        (TypeError, {"rollout_head_scale": SCALE}, "rollout_head must be float32 or bfloat16, given float32 with a"),
+        (TypeError, {"rollout_head_scale": SCALE}, "rollout_head must be int8 to have a scale, given float32"),
         (
             TypeError,
             {"rollout_head": INT8, "rollout_head_scale": SCALE.astype(np.float16)},
@@ -129,10 +129,10 @@ def test_operands_of_two_policies(error: type[Exception], change: dict[str, Any]
 @pytest.mark.parametrize(
     ("error", "change", "words"),
     [
-        (ValueError, {"temperature": 0.0}, "temperature must lie in (0, inf), given 0.0"),
-        (ValueError, {"temperature": np.inf}, "temperature must lie in (0, inf), given inf"),
+        (ValueError, {"temperature": 0.0}, "temperature must lie in [1e-06, inf), given 0.0"),
+        (ValueError, {"temperature": np.inf}, "temperature must lie in [1e-06, inf), given inf"),
         (TypeError, {"temperature": "0.7"}, "temperature must be a number, given '0.7'"),
-        (ValueError, {"logit_soft_cap": 0.0}, "logit_soft_cap must lie in (0, inf), given 0.0"),
+        (ValueError, {"logit_soft_cap": 0.0}, "logit_soft_cap must lie in [1e-06, inf), given 0.0"),
         (ValueError, {"chunk_size": 0}, "chunk_size must lie in [1, inf], given 0"),
         (TypeError, {"chunk_size": 2.5}, "chunk_size must be an integer, given 2.5: pass the number of tokens"),
         (TypeError, {"chunk_size": True}, "chunk_size must be an integer, given True: pass the number of tokens"),
