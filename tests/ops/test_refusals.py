@@ -102,7 +102,7 @@ def test_types(change: dict[str, Any], words: str) -> None:
         ),
         (ValueError, {"policy_head": HEAD.T}, "policy_hidden must be [N, D] and policy_head [V, D]"),
         (ValueError, {"rollout_hidden": HIDDEN[None]}, "rollout_hidden must be [N, D] and rollout_head [V, D]"),
-        (ValueError, {"rollout_hidden": HIDDEN[1:]}, "rollout_hidden must have a row for each of the 5 rows of policy_hidden, given"),
+        (ValueError, {"rollout_hidden": HIDDEN[1:]}, "rollout_hidden must have a row for each of the 5 rows of policy"),
         (ValueError, {"policy_bias": SCALE[1:]}, "policy_bias must be [20], one for each row of policy_head, given"),
         (
             ValueError,
@@ -132,7 +132,7 @@ def test_operands_of_two_policies(error: type[Exception], change: dict[str, Any]
         (ValueError, {"temperature": 0.0}, "temperature must lie in [1e-06, inf), given 0.0"),
         (ValueError, {"temperature": np.inf}, "temperature must lie in [1e-06, inf), given inf"),
         (TypeError, {"temperature": "0.7"}, "temperature must be a number, given '0.7'"),
-        (ValueError, {"logit_soft_cap": 0.0}, "logit_soft_cap must lie in [1e-06, inf), given 0.0"),
+        (ValueError, {"logit_soft_cap": 0.0}, "logit_soft_cap must lie in (0, inf), given 0.0"),
         (ValueError, {"chunk_size": 0}, "chunk_size must lie in [1, inf], given 0"),
         (TypeError, {"chunk_size": 2.5}, "chunk_size must be an integer, given 2.5: pass the number of tokens"),
         (TypeError, {"chunk_size": True}, "chunk_size must be an integer, given True: pass the number of tokens"),
