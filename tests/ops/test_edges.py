@@ -1,9 +1,11 @@
-"""Rows and columns that are no distribution, the same in all forms: NaN in a bias, a policy without any token."""
+"""What is no ordinary distribution, the same in all forms: rows and biases with NaN, policies that lack tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,3 +61,22 @@ def test_an_infinite_logit_is_in_no_softmax(form: dict[str, Any] | None) -> None
     for got in (out.token_kl, out.token_tv, out.policy_logps, out.policy_entropy):
         assert np.isnan(np.asarray(got)[bad]).all()
     assert np.isfinite(out.rollout_logps).all()
+
+
+@pytest.mark.parametrize("cap", [pytest.param(None, marks=pytest.mark.slow), 3.0])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["implementation"])
+def test_what_a_row_without_cotangent_holds_reaches_no_gradient(form: dict[str, Any], cap: float | None) -> None:
+    """NaN or infinity, in a whole block of 128 tokens or in one cut short; under a cap infinity has finite logits."""
+    hidden = np.random.default_rng(1).normal(size=(130, 4)).astype(np.float32)
+    rows = np.arange(130)
+    counts = ~np.isin(rows, (5, 6, 7, 129))
+    dirty = hidden.copy()
+    dirty[5], dirty[6], dirty[7, 0], dirty[129, 0] = np.nan, np.inf, -np.inf, np.inf
+
+    def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        out = ops.linear_logps(hidden, head, rows % 9, logit_soft_cap=cap, **form)
+        return sum(jnp.sum(jnp.where(counts, x, 0.0)) for x in out)
+
+    gradient = jax.jit(jax.grad(total, (0, 1)))
+    for got, want in zip(gradient(dirty, HEAD), gradient(hidden, HEAD), strict=True):
+        np.testing.assert_array_equal(got, want)
