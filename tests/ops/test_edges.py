@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from trm_jax import ops
 from trm_jax.divergences import vocab_divergence
@@ -45,6 +46,41 @@ def test_a_policy_without_any_token(form: dict[str, Any]) -> None:
     np.testing.assert_array_equal(other.token_kl, np.inf)
     for out in (without, other):
         np.testing.assert_allclose(out.token_tv, 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "shards"),
+    [
+        pytest.param(FORMS[0], 1, id="reference"),
+        pytest.param(FORMS[1], 2, id="chunked"),
+        pytest.param(FORMS[2], 1, id="pallas_tpu", marks=pytest.mark.slow),
+        pytest.param(FORMS[2], 2, id="pallas_tpu-shards"),
+    ],
+)
+def test_a_token_that_only_the_rollout_has_counts_however_unlikely(form: dict[str, Any], shards: int) -> None:
+    """KL is infinite also where its probability, e^-100 or less, is no float32; other logits are 0, but one."""
+    # In the first block of 128; in the second, and its sublane, one of eight; in the other shard of 150.
+    lacking, later, elsewhere = 7, 143, 200
+    z = np.zeros((7, 300), np.float32)
+    z[0, lacking] = z[1, lacking] = -100.0  # beside the top, or as the sampled token
+    z[2, later] = z[3, later] = 200.0  # the top comes later, or is the sampled token
+    z[4, lacking + 1] = 200.0  # in another sublane of the same tile
+    z[5, elsewhere] = 200.0
+    support = np.ones((7, 304), bool)
+    support[6, lacking] = False  # of both
+    mesh = jax.make_mesh((shards,), ("tensor",), axis_types=(AxisType.Auto,)) if shards > 1 else None
+    unit = np.eye(7, dtype=np.float32)
+    out = ops.linear_vocab_divergence(
+        *(unit, np.zeros((300, 7), np.float32), unit, z.T.copy(), np.array([5, lacking, 5, later, 5, 5, 5])),
+        policy_bias=np.where(np.arange(300) == lacking, -np.inf, 0.0).astype(np.float32),
+        support=np.packbits(support, axis=1, bitorder="little"),
+        mesh=mesh,
+        vocab_axis=None if mesh is None else "tensor",
+        **form,
+    )
+    np.testing.assert_array_equal(out.token_kl, [np.inf] * 6 + [0.0])
+    # The policy is flat over 299 tokens: so is the rollout, or it has all its mass on one of them.
+    np.testing.assert_allclose(out.token_tv, [0.0, 0.0, *[1 - 1 / 299] * 4, 0.0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", [*FORMS, None], ids=lambda form: form["implementation"] if form else "logits")
