@@ -1,11 +1,14 @@
-"""Rows and columns that are no distribution, the same in all forms: NaN in a bias, a policy without any token."""
+"""What is no ordinary distribution, the same in all forms: rows and biases with NaN, policies that lack tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from trm_jax import ops
 from trm_jax.divergences import vocab_divergence
@@ -45,6 +48,41 @@ def test_a_policy_without_any_token(form: dict[str, Any]) -> None:
         np.testing.assert_allclose(out.token_tv, 0.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("form", "shards"),
+    [
+        pytest.param(FORMS[0], 1, id="reference"),
+        pytest.param(FORMS[1], 2, id="chunked"),
+        pytest.param(FORMS[2], 1, id="pallas_tpu", marks=pytest.mark.slow),
+        pytest.param(FORMS[2], 2, id="pallas_tpu-shards"),
+    ],
+)
+def test_a_token_that_only_the_rollout_has_counts_however_unlikely(form: dict[str, Any], shards: int) -> None:
+    """KL is infinite also where its probability, e^-100 or less, is no float32; other logits are 0, but one."""
+    # In the first block of 128; in the second, and its sublane, one of eight; in the other shard of 150.
+    lacking, later, elsewhere = 7, 143, 200
+    z = np.zeros((7, 300), np.float32)
+    z[0, lacking] = z[1, lacking] = -100.0  # beside the top, or as the sampled token
+    z[2, later] = z[3, later] = 200.0  # the top comes later, or is the sampled token
+    z[4, lacking + 1] = 200.0  # in another sublane of the same tile
+    z[5, elsewhere] = 200.0
+    support = np.ones((7, 304), bool)
+    support[6, lacking] = False  # of both
+    mesh = jax.make_mesh((shards,), ("tensor",), axis_types=(AxisType.Auto,)) if shards > 1 else None
+    unit = np.eye(7, dtype=np.float32)
+    out = ops.linear_vocab_divergence(
+        *(unit, np.zeros((300, 7), np.float32), unit, z.T.copy(), np.array([5, lacking, 5, later, 5, 5, 5])),
+        policy_bias=np.where(np.arange(300) == lacking, -np.inf, 0.0).astype(np.float32),
+        support=np.packbits(support, axis=1, bitorder="little"),
+        mesh=mesh,
+        vocab_axis=None if mesh is None else "tensor",
+        **form,
+    )
+    np.testing.assert_array_equal(out.token_kl, [np.inf] * 6 + [0.0])
+    # The policy is flat over 299 tokens: so is the rollout, or it has all its mass on one of them.
+    np.testing.assert_allclose(out.token_tv, [0.0, 0.0, *[1 - 1 / 299] * 4, 0.0], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("form", [*FORMS, None], ids=lambda form: form["implementation"] if form else "logits")
 def test_an_infinite_logit_is_in_no_softmax(form: dict[str, Any] | None) -> None:
     logits = np.array([[np.inf, 1.0, 2.0], [0.0, 1.0, 2.0]], np.float32)
@@ -59,3 +97,22 @@ def test_an_infinite_logit_is_in_no_softmax(form: dict[str, Any] | None) -> None
     for got in (out.token_kl, out.token_tv, out.policy_logps, out.policy_entropy):
         assert np.isnan(np.asarray(got)[bad]).all()
     assert np.isfinite(out.rollout_logps).all()
+
+
+@pytest.mark.parametrize("cap", [pytest.param(None, marks=pytest.mark.slow), 3.0])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["implementation"])
+def test_what_a_row_without_cotangent_holds_reaches_no_gradient(form: dict[str, Any], cap: float | None) -> None:
+    """NaN or infinity, in a whole block of 128 tokens or in one cut short; under a cap infinity has finite logits."""
+    hidden = np.random.default_rng(1).normal(size=(130, 4)).astype(np.float32)
+    rows = np.arange(130)
+    counts = ~np.isin(rows, (5, 6, 7, 129))
+    dirty = hidden.copy()
+    dirty[5], dirty[6], dirty[7, 0], dirty[129, 0] = np.nan, np.inf, -np.inf, np.inf
+
+    def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        out = ops.linear_logps(hidden, head, rows % 9, logit_soft_cap=cap, **form)
+        return sum(jnp.sum(jnp.where(counts, x, 0.0)) for x in out)
+
+    gradient = jax.jit(jax.grad(total, (0, 1)))
+    for got, want in zip(gradient(dirty, HEAD), gradient(hidden, HEAD), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -31,11 +31,13 @@ from trm_jax.numerics import expm1_minus_identity
 
 __all__ = [
     "EXPONENT_LIMIT",
+    "LEAST_LOST",
     "AxisName",
     "DivergencePartial",
     "SoftmaxPartial",
     "TokenGap",
     "difference_of",
+    "kept_lost",
     "max_over",
     "merge_divergence",
     "merge_softmax",
@@ -49,6 +51,9 @@ AxisName: TypeAlias = str | tuple[str, ...] | None
 
 EXPONENT_LIMIT = 60.0
 """``x`` is cut here before ``expm1``: far-apart policies do not use ``u``, and it must not overflow."""
+
+LEAST_LOST = 1e-30
+"""What stands for a weight that underflows: nothing beside the total."""
 
 _FAR_APART = 0.5
 _LOST_MASS = 0.05
@@ -95,7 +100,8 @@ class DivergencePartial(NamedTuple):
       curvature: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)``; a token that only the policy has adds
         ``exp(z_θ - top_θ - shift)``.
       moment: ``[N]`` ``Σ exp(z_roll - top_roll) x`` over the tokens that both have.
-      lost: ``[N]`` ``Σ exp(z_roll - top_roll)`` over the tokens that only the rollout has; None where there are none.
+      lost: ``[N]`` ``Σ exp(z_roll - top_roll)`` over the tokens that only the rollout has, more than 0 where there are
+        any; None where there can be none.
     """
 
     policy: SoftmaxPartial
@@ -130,6 +136,11 @@ def moved(
     near = rollout_factor * (second * total + (s + second) * moment)
     far = (policy_factor - rollout_factor) * (total + moment) + rollout_factor * step * total
     return policy_factor * curvature + jnp.where(small, near, far), rollout_factor * (moment - step * total)
+
+
+def kept_lost(lost: Array, found: Bool[Array, "..."]) -> Array:
+    """``lost``, more than 0 where a token was found: the weight of an unlikely one underflows, its KL is infinite."""
+    return jnp.where(found, jnp.maximum(lost, LEAST_LOST), lost)
 
 
 def max_over(axis: AxisName, values: Array) -> Array:
@@ -240,7 +251,7 @@ def merge_divergence(
     policy_factor = jnp.exp(gap)
     expectations = [*moved(part.curvature, part.moment, total, policy_factor, rollout_factor, step)]
     if part.lost is not None:
-        expectations.append(rollout_factor * part.lost)
+        expectations.append(kept_lost(rollout_factor * part.lost, part.lost > 0))
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)
     policy, rollout = softmax_of_sums(tops[0], *sums[0:3]), softmax_of_sums(tops[1], *sums[4:7])
     whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], None if part.lost is None else sums[10])

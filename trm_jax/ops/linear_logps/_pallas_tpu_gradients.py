@@ -189,7 +189,7 @@ def logps_gradients(
     count = -(-n // block_n)
 
     active = (token_slope != 0) | (slope != 0) | (entropy_slope != 0)
-    dirty = ~active & ~jnp.isfinite(logsumexp)
+    dirty = ~active & ~jnp.all(jnp.isfinite(hidden), axis=1)  # a cap would make its logits finite
     # Slopes of dz before the division by T; entropy_slope meets centred logits in units.
     rows = jnp.stack(
         [

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._operands import Operands, Tiling, add_policy, row_of
-from trm_jax.ops._partials import EXPONENT_LIMIT, DivergencePartial, difference_of
+from trm_jax.ops._partials import EXPONENT_LIMIT, DivergencePartial, difference_of, kept_lost
 from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units
 from trm_jax.ops._vmem import chip_of
@@ -75,7 +75,7 @@ def _sweep(
     operands.add_support(p.support, tiling)
     for row, values in {"tokens": row_of(p.tokens, jnp.int32), **rows}.items():
         operands.add(row, values, (1, block_n), tiling.by_token(row=True))
-    biased = any(x is not None for x in (p.policy_bias, p.rollout_bias, p.rollout_scale))
+    biased = p.policy_bias is not None or p.rollout_bias is not None
     group = held_columns(block_n)
     static = Static(v, tiling, units, tuple(operands.layout), group, biased)
     grid = tiling.grid(n, v)
@@ -175,7 +175,7 @@ def divergence_statistics(
         shift=shift,
         curvature=factor * out[8] + own,
         moment=factor * out[9] + weight * x,
-        lost=factor * out[10] + jnp.where(here[0], 0.0, weight) if biased else None,
+        lost=factor * out[10] + jnp.where(here[0], 0.0, kept_lost(weight, here[1])) if biased else None,
     )
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from trm_jax.ops._online_softmax import Softmax, softmax_add, softmax_merge, softmax_start, softmax_update
 from trm_jax.ops._operands import Operand, Tiling, by_name
-from trm_jax.ops._partials import moved
+from trm_jax.ops._partials import LEAST_LOST, kept_lost, moved
 from trm_jax.ops._tiles import CHUNK, LANES, MASKED, UNSEEN, Units, fold_rows, is_token, logit_tile
 from trm_jax.ops.linear_vocab_divergence._config import STATE, SUMS
 
@@ -202,6 +202,8 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         least = r_max - jnp.where(apart, _DRIFT / units.unit, 0.0)
         r_top = jnp.maximum(least, jnp.where(apart, t_max - offset, MASKED))
         rows = [jnp.zeros_like(t_max)] * 7  # as in plus
+        if static.biased:
+            rows[6] = kept_lost(rows[6], old.lost > 0)  # what was lost may weigh nothing beside a new top
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
@@ -209,9 +211,9 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             w, v = jnp.exp2(units.exponent * t_gap), jnp.exp2(units.exponent * r_gap)
             x = _difference(t_gap, r_gap, units)
             if static.biased:
-                absent = jnp.where((t <= UNSEEN) & (v > 0), v, 0.0)
-                rows[6] += jnp.sum(absent, axis=0)
-                x = jnp.where(absent > 0, 0.0, x)
+                absent = (t <= UNSEEN) & (r_gap > UNSEEN)
+                rows[6] += jnp.sum(jnp.where(absent, jnp.maximum(v, LEAST_LOST), 0.0), axis=0)
+                x = jnp.where(absent, 0.0, x)
             vx = v * x
             series = vx * x * (0.5 + x * (1 / 6))
             curvature = jnp.maximum(series, w - v * (x + (1.0 + _ROUNDING)))
@@ -223,7 +225,10 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             state[i, :, columns] = value
 
     def finish() -> None:
-        rows = _Sums.of([state[i] for i in range(SUMS)]).merged(state[SUMS], state[SUMS + 1], units)
+        sums = _Sums.of([state[i] for i in range(SUMS)])
+        rows = sums.merged(state[SUMS], state[SUMS + 1], units)
+        if static.biased:
+            rows[-1] = kept_lost(rows[-1], jnp.max(sums.lost, axis=0, keepdims=True) > 0)
         for i, value in enumerate(rows):
             out[i : i + 1, :] = value
 
