@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +23,7 @@ from trm_jax import ops
 from trm_jax.checks import token_ids
 from trm_jax.ops._head import check_scaling
 
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "tpu_aot.py"
 N, D, V = 3, 4, 20
 # Without the run-time types of the tests, which would refuse some of this first.
 linear_logps, linear_vocab_divergence = map(inspect.unwrap, (ops.linear_logps, ops.linear_vocab_divergence))
@@ -258,3 +267,65 @@ def test_an_abstract_mesh_gets_its_devices_from_the_context_or_an_operand() -> N
     with jax.set_mesh(MESH):
         of_context = ops.linear_logps(hidden, head, tokens, **options).logps
     np.testing.assert_array_equal(of_operand, of_context)
+
+
+def kernels_of(jaxpr: Any) -> Iterator[str]:
+    """The text of every kernel call in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield str(equation)
+        else:
+            inner = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns"))
+            for part in (getattr(x, "jaxpr", x) for x in inner):
+                yield from kernels_of(part) if hasattr(part, "eqns") else ()
+
+
+def test_kernels_have_no_number_of_64_bits() -> None:
+    hidden, head, tokens = operands()
+    options = {"bias": np.zeros(V, np.float32), "support": np.full((N, 3), 255, np.uint8), "logit_soft_cap": 3.0}
+
+    def everything(h: jax.Array, w: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda h, w: ops.linear_logps(h, w, tokens, **options, **FORMS[2]), h, w)
+        return pull(out), ops.linear_vocab_divergence(h, w, h, w, tokens, **FORMS[2])
+
+    with jax.enable_x64(True):
+        kernels = list(kernels_of(jax.make_jaxpr(everything)(hidden, head).jaxpr))
+    assert len(kernels) == 5  # one forward; the gradients of hidden states and head; two of divergences
+    for text in kernels:
+        assert "f32[" in text
+        assert re.findall(r"\b(?:f|i|u|float|int|uint)64\b", text) == []
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_64_bits_change_nothing(form: dict[str, Any]) -> None:
+    hidden, head, tokens = operands()
+
+    def everything() -> Any:
+        def total(h: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+            out = ops.linear_logps(h, w, tokens, **form)
+            return jnp.sum(out.logps), out
+
+        both = ops.linear_vocab_divergence(hidden, head, 1.1 * hidden, head, tokens, **form)
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(jnp.asarray(hidden), jnp.asarray(head)), both
+
+    want = everything()
+    with jax.enable_x64(True):
+        got = everything()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)  # sums may be made in another order
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install trm-jax[tpu]")
+def test_kernels_compile_for_a_tpu_under_64_bits() -> None:
+    programs = ("logps", "gradient", "divergence")
+    cases = [json.dumps(("v6e:2x2", "pallas_tpu", program, 4, 7, 100, 1000)) for program in programs]
+    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_ENABLE_X64": "1"}
+    command = [sys.executable, str(TOOL), *(text for case in cases for text in ("--sharded", case))]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [record["program"] for record in records] == list(programs), records
+    assert all("error" not in record for record in records), records

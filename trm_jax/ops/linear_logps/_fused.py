@@ -60,7 +60,8 @@ def _statistics(plan: Plan, shard: Shard, rows: _Rows, head: Head) -> tuple[Soft
     from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics  # the kernel language takes long to import
 
     logit = token_logits(hidden, head, ids, bits, plan.units)
-    part = logps_statistics(hidden, head.weight, head.bias, bits, ids, logit, **kernel_options(plan))
+    with jax.enable_x64(False):  # its constants would have 64 bits, which no TPU kernel has
+        part = logps_statistics(hidden, head.weight, head.bias, bits, ids, logit, **kernel_options(plan))
     return part, token_gap(logit, part, ids, vocabulary, plan.units.unit)
 
 
@@ -107,20 +108,21 @@ def _gradients(
         )
     from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
 
-    out: tuple[Array, Array, Array | None] = logps_gradients(
-        hidden,
-        head.weight,
-        head.bias,
-        ids,
-        bits,
-        slopes.logsumexp,
-        slopes.token,
-        slopes.all,
-        slopes.entropy,
-        hidden_grad_dtype=hidden.dtype if shard.vocab_axis is None else jnp.float32,
-        head_grad_dtype=head_dtype,
-        **kernel_options(plan),
-    )
+    with jax.enable_x64(False):  # as in the forward pass
+        out: tuple[Array, Array, Array | None] = logps_gradients(
+            hidden,
+            head.weight,
+            head.bias,
+            ids,
+            bits,
+            slopes.logsumexp,
+            slopes.token,
+            slopes.all,
+            slopes.entropy,
+            hidden_grad_dtype=hidden.dtype if shard.vocab_axis is None else jnp.float32,
+            head_grad_dtype=head_dtype,
+            **kernel_options(plan),
+        )
     return out
 
 

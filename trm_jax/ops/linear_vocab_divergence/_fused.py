@@ -86,9 +86,10 @@ def linear_vocab_divergence_fused(
             )
         from trm_jax.ops.linear_vocab_divergence._swept import vocab_divergence_swept  # imports the kernel language
 
-        return vocab_divergence_swept(
-            *operands, scaling=plan.scaling, with_tv=plan.with_tv, axis=shard.vocab_axis, interpret=plan.interpret
-        )
+        with jax.enable_x64(False):  # constants of kernels would have 64 bits, which no TPU kernel has
+            return vocab_divergence_swept(
+                *operands, scaling=plan.scaling, with_tv=plan.with_tv, axis=shard.vocab_axis, interpret=plan.interpret
+            )
 
     out: VocabDivergence = over_shards(plan.layout, body, (policy_hidden, rollout_hidden, tokens, support), heads)
     return out
