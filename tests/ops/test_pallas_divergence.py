@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._partials import DivergencePartial, normaliser_difference
 from trm_jax.ops._tiles import Units
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
@@ -182,10 +183,13 @@ def test_int8_rollout_head_of_another_width(dtype: Any) -> None:
 
 
 @pytest.mark.slow
-def test_support_of_several_blocks() -> None:
-    operands, tokens = random_operands(20, 6, 1100, 0.1)  # the bits of 1024 tokens make a block
-    support = np.random.default_rng(1).random((20, 1100)) < 0.3
-    support[np.arange(20), tokens] = True
+@pytest.mark.parametrize("n", [20, 128])
+def test_support_of_several_blocks(n: int) -> None:
+    """The bits of 1024 tokens make a block; those of 128 rows lie turned."""
+    assert lies_turned(jnp.zeros((n, 138), jnp.uint8)) is (n == 128)
+    operands, tokens = random_operands(n, 6, 1100, 0.1)
+    support = np.random.default_rng(1).random((n, 1100)) < 0.3
+    support[np.arange(n), tokens] = True
     check(*run(operands | dict(support=support), tokens, blocks=(128, 256)))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._tiles import Units
 from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics
 from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
@@ -129,15 +130,17 @@ def test_shapes(shape: tuple[int, int, int], blocks: tuple[int, int]) -> None:
     check(random_operands(*shape), blocks=blocks)
 
 
-@pytest.mark.slow
-def test_soft_cap_bias_and_support_together() -> None:
-    operands = random_operands(140, 8, 1100)
+@pytest.mark.parametrize("n", [pytest.param(140, marks=pytest.mark.slow), 128])
+def test_soft_cap_bias_and_support_together(n: int) -> None:
+    """The 138 bytes of a row's support lie upright of 140 tokens, turned of 128."""
+    assert lies_turned(jnp.zeros((n, 138), jnp.uint8)) is (n == 128)
+    operands = random_operands(n, 8, 1100)
     rng = np.random.default_rng(1)
     bias = rng.normal(size=1100).astype(np.float32)
     bias[1000:] = -np.inf  # padding rows
     tokens = operands["tokens"] % 1000
-    support = rng.random((140, 1100)) < 0.4
-    support[np.arange(140), tokens] = True
+    support = rng.random((n, 1100)) < 0.4
+    support[np.arange(n), tokens] = True
     check(operands | dict(bias=bias, tokens=tokens, support=support), temperature=1.3, cap=3.0, blocks=(128, 256))
 
 

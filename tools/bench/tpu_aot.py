@@ -344,8 +344,9 @@ def compile_sharded(case: Sharded, lowered: Any) -> dict[str, Any]:
 
 
 def matrix(chips: list[str], models: list[str], tokens: list[int]) -> Iterator[Case]:
-    """Every kernel, chip, model and token count; once a chip heads of their own at the largest width, the other options
-    and a single token at the smallest. Of v4, whose core v5p's resembles, only the kernels at the largest width."""
+    """Every kernel, chip, model and token count; once a chip heads of their own and a support, whose bytes are no whole
+    number of tiles, at the largest width, the other options and a single token at the smallest. Of v4, whose core v5p's
+    resembles, only the kernels at the largest width."""
     for chip in chips:
         if chip == "v4":
             for kernel in KERNELS:
@@ -355,14 +356,15 @@ def matrix(chips: list[str], models: list[str], tokens: list[int]) -> Iterator[C
             for n in tokens:
                 for kernel in KERNELS:
                     yield Case(kernel, chip, n, *MODELS[model])
-        for option in ("two_heads", "int8"):
-            for kernel in ("divergence_statistics", "divergence_tv"):
-                yield Case(kernel, chip, 4096, *MODELS["qwen3-8b"], "bfloat16", option)
-        for option in ("two_heads", "int8", "bias", "support", "soft_cap"):
-            for kernel in KERNELS:
-                if option in ("two_heads", "int8") and kernel.startswith("logps"):
-                    continue
-                yield Case(kernel, chip, 4096, *MODELS["smollm2"], "bfloat16", option)
+        for model, options in (
+            ("qwen3-8b", ("two_heads", "int8", "support")),
+            ("smollm2", ("two_heads", "int8", "bias", "support", "soft_cap")),
+        ):
+            for option in options:
+                for kernel in KERNELS:
+                    if option in ("two_heads", "int8") and kernel.startswith("logps"):
+                        continue
+                    yield Case(kernel, chip, 4096, *MODELS[model], "bfloat16", option)
         for kernel in KERNELS:
             yield Case(kernel, chip, 4096, *MODELS["smollm2"], "float32")
             yield Case(kernel, chip, 1, *MODELS["smollm2"])

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from trm_jax.ops._tiles import LANES, MASKED
-from trm_jax.ops._vmem import padded_bytes
+from trm_jax.ops._tiles import LANES, MASKED, SUBLANES
 
 __all__ = [
     "Matrix",
@@ -136,9 +135,19 @@ class Operands:
             self.specs.append(pl.BlockSpec((width, rows) if turned else (rows, size), index_map))
 
     def add_support(self, support: Array | None, tiling: Tiling) -> None:
-        """Packed bits: a block holds those of 1024 tokens, a whole number of blocks of the vocabulary."""
-        share, axis = 8 * LANES // tiling.vocabulary, tiling.token_axis
-        self.add("support", support, (tiling.tokens, LANES), lambda *g: (g[axis], g[1 - axis] // share))
+        """Packed bits, as they lie: a block holds those of 1024 tokens, a whole number of blocks of the vocabulary."""
+        if support is None:
+            return
+        share, axis, turned = 8 * LANES // tiling.vocabulary, tiling.token_axis, lies_turned(support)
+        self.layout.append(Operand("support", 1, turned))
+        self.arrays.append(support.T if turned else support)
+        block = (tiling.tokens, LANES)
+
+        def place(*g: Any) -> tuple[Any, Any]:
+            where = (g[axis], g[1 - axis] // share)
+            return where[::-1] if turned else where
+
+        self.specs.append(pl.BlockSpec(block[::-1] if turned else block, place))
 
 
 def by_name(layout: tuple[Operand, ...], refs: Any) -> tuple[dict[str, Any], Any]:
@@ -152,15 +161,16 @@ def by_name(layout: tuple[Operand, ...], refs: Any) -> tuple[dict[str, Any], Any
 
 
 def lies_turned(array: Array) -> bool:
-    """Whether a TPU keeps a matrix with its first axis innermost by default: where that pads it to fewer tiles.
+    """Whether a TPU keeps a matrix with its first axis innermost by default: where fewer tiles of 8 by 128 pad it so.
 
     A kernel takes such a matrix transposed, which is how it lies already; taken upright it would be copied first.
 
-    >>> lies_turned(jnp.zeros((1024, 576))), lies_turned(jnp.zeros((1024, 640))), lies_turned(jnp.zeros((7, 100)))
-    (True, False, False)
+    >>> [lies_turned(jnp.zeros(shape)) for shape in ((1024, 576), (1024, 632), (1024, 636), (1024, 640), (7, 100))]
+    [True, True, False, False, False]
     """
     rows, columns = array.shape
-    return padded_bytes(columns, rows, array.dtype.itemsize) < padded_bytes(rows, columns, array.dtype.itemsize)
+    upright, turned = (-(-a // SUBLANES) * -(-b // LANES) for a, b in ((rows, columns), (columns, rows)))
+    return turned < upright
 
 
 def row_of(values: Array | None, dtype: Any = jnp.float32) -> Array | None:

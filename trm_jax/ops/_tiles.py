@@ -69,16 +69,20 @@ def _along_vocabulary(row: Array, shape: tuple[int, ...], on_lanes: bool) -> Arr
     return jnp.concatenate([column] * (shape[1] // LANES), axis=1)
 
 
-def _support_tile(bits: Array, first: Array, size: int, on_lanes: bool) -> Array:
-    """Whether each token of a tile is in its row's support; ``first`` is the tile's place in the block of bits.
+def _support_tile(bits: Array, turned: bool, first: Array, size: int, on_lanes: bool) -> Array:
+    """Whether each token of a tile is in its row's support; ``first`` is the tile's place in the block of bits, which
+    has the tokens on lanes where it is ``turned``.
 
     The matrix unit spreads the bytes: a product with a one-hot matrix repeats byte ``v // 8`` exactly for every ``v``.
     """
     bytes_ = bits.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
-    shape = (size, bytes_.shape[1])
-    place = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    one_hot = (place // 8 == jax.lax.broadcasted_iota(jnp.int32, shape, 1)).astype(jnp.float32).astype(jnp.bfloat16)
-    spread = product(one_hot, bytes_, (1, 1)) if on_lanes else product(bytes_, one_hot, (1, 1))
+    axis = 0 if turned else 1  # of a block's bytes
+    side = 1 if turned and not on_lanes else 0  # of the vocabulary in the one-hot matrix
+    shape = (LANES, size) if side else (size, LANES)
+    place = first + jax.lax.broadcasted_iota(jnp.int32, shape, side)
+    one_hot = (place // 8 == jax.lax.broadcasted_iota(jnp.int32, shape, 1 - side)).astype(jnp.float32)
+    one_hot = one_hot.astype(jnp.bfloat16)
+    spread = product(one_hot, bytes_, (1 - side, axis)) if on_lanes else product(bytes_, one_hot, (axis, 1 - side))
     bit = first + jax.lax.broadcasted_iota(jnp.int32, spread.shape, 0 if on_lanes else 1)
     return ((spread.astype(jnp.int32) >> (bit % 8)) & 1) > 0
 
@@ -124,7 +128,8 @@ def logit_tile(
         inside = first + jax.lax.broadcasted_iota(jnp.int32, r.shape, 0 if on_lanes else 1) < vocabulary
         allowed = inside if allowed is None else allowed & inside
     if (support := refs.get("support")) is not None:
-        within = _support_tile(support[columns, :], first % (8 * LANES), size, on_lanes)
+        (place,) = support.parts
+        within = _support_tile(support.part(place, columns), support.turned, first % (8 * LANES), size, on_lanes)
         allowed = within if allowed is None else allowed & within
     return r if allowed is None else jnp.where(allowed, r, MASKED)
 
