@@ -296,7 +296,7 @@ def test_kernels_have_no_number_of_64_bits() -> None:
         assert re.findall(r"\b(?:f|i|u|float|int|uint)64\b", text) == []
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", [FORMS[1], pytest.param(FORMS[0], marks=pytest.mark.slow)])
 def test_64_bits_change_nothing(form: dict[str, Any]) -> None:
     hidden, head, tokens = operands()
 
