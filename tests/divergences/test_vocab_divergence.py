@@ -351,3 +351,13 @@ def test_the_lowest_temperature_is_finite() -> None:
     logits = jnp.array([0.0, 1.0, 2e3]), jnp.array([0.0, 2.0, 1e3])
     out = divergences.vocab_divergence(*logits, jnp.array(2), temperature=1e-6)
     np.testing.assert_array_equal(jnp.array([out.policy_logps, out.token_kl, out.token_tv]), 0.0)
+
+
+def test_a_mask_that_is_finite_takes_a_token_out() -> None:
+    """Sums with the lowest finite number overflow: it means what ``-inf`` means, on either side."""
+    z = jnp.array([[0.0, 1.0, 2.0, 3.0]])
+    masked, absent = (z.at[0, 3].set(value) for value in (jnp.finfo(jnp.float32).min, -jnp.inf))
+    for pair, want in ((((z, masked)), (z, absent)), ((masked, z), (absent, z)), ((masked, masked), (absent, absent))):
+        got, expected = (divergences.vocab_divergence(*x, jnp.array([1]), temperature=0.5) for x in (pair, want))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(a, b)

@@ -36,9 +36,9 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature <= 1e6:
+        if not 1e-6 <= self.temperature <= 1e6:
             raise ValueError(
-                f"temperature={self.temperature}: must be above 0. For the most likely token, set greedy=true."
+                f"temperature={self.temperature}: must lie in [1e-6, 1e6]. For the most likely token, set greedy=true."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must lie in (0, 1]; 1 keeps the whole vocabulary.")
