@@ -60,7 +60,8 @@ def linear_logps(
         the head, say, which must be finite) out of the vocabulary. A value of at most -1e29, as masks have, is
         ``-inf``, and has no gradient.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left;
-        log-prob, normaliser and entropy are those of the policy restricted to them.
+        log-prob, normaliser and entropy are those of the policy restricted to them. With a mesh every device makes a
+        copy of its share, 1/32 of its logits.
       chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
         on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or

@@ -69,7 +69,7 @@ def linear_vocab_divergence(
       rollout_head_scale: ``[V]`` factor of each row of an int8 ``rollout_head``.
       with_tv: a bool; False leaves ``token_tv`` None; the kernel then saves its second pass.
       support: ``[N, ceil(V/8)]`` bits (``v % 8`` of byte ``v // 8``) of the tokens that truncated sampling left,
-        applied to both policies.
+        applied to both policies. With a mesh every device makes a copy of its share, 1/32 of one policy's logits.
       chunk_size: tokens whose logits are held at once; 256 on a CPU and 1024 elsewhere when None.
       implementation: ``"reference"`` (full logits), ``"chunked"`` (any device), ``"pallas_tpu"``; None picks the kernel
         on one TPU and on a mesh of them, where its blocks fit, and the chunked form elsewhere. A named one runs or
