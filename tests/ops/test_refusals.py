@@ -194,7 +194,7 @@ def test_traced_numbers(call: Callable[..., Any], name: str) -> None:
         (
             ValueError,
             {"mesh": True, "vocab_axis": "tensor", "token_axis": ("data", "tensor")},
-            "vocab_axis='tensor' and token_axis=('data', 'tensor') must not share a mesh axis",
+            "vocab_axis='tensor' and token_axis=('data', 'tensor') must not share an axis",
         ),
         (
             ValueError,

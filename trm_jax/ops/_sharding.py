@@ -100,7 +100,7 @@ def layout_of(mesh: Any, vocab_axis: Any, token_axis: Any) -> Layout | None:
         known_name("mesh axis", name, mesh.axis_names)
     if len(set(names)) < len(names):
         raise ValueError(
-            f"vocab_axis={vocab_axis!r} and token_axis={token_axis!r} must not share a mesh axis: give it to one of them"
+            f"vocab_axis={vocab_axis!r} and token_axis={token_axis!r} must not share an axis: give it to one of them"
         )
     return Layout(_around(mesh, names), vocab_axis, token_axis)
 
