@@ -296,7 +296,8 @@ def test_decisions_are_constants() -> None:
         np.testing.assert_array_equal(grad, 0.0)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_on_policy_nothing_is_corrected(dtype: Any) -> None:
     x = make()
     logps = jnp.asarray(x.proximal, dtype)

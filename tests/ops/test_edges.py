@@ -23,7 +23,11 @@ HIDDEN, HEAD = RNG.normal(size=(3, 4)).astype(np.float32), RNG.normal(size=(9, 4
 TOKENS, ZEROS = np.arange(3), np.zeros(9, np.float32)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["implementation"])
+@pytest.mark.parametrize(
+    "form",
+    [*FORMS[:2], pytest.param(FORMS[2], marks=pytest.mark.slow)],
+    ids=lambda form: form["implementation"],
+)
 def test_nan_in_a_bias_reaches_every_row(form: dict[str, Any]) -> None:
     bias = np.where(np.arange(9) == 5, np.nan, 0.0).astype(np.float32)
     one = ops.linear_logps(HIDDEN, HEAD, TOKENS, bias=bias, **form)
@@ -53,8 +57,8 @@ def test_a_policy_without_any_token(form: dict[str, Any]) -> None:
     [
         pytest.param(FORMS[0], 1, id="reference"),
         pytest.param(FORMS[1], 2, id="chunked"),
-        pytest.param(FORMS[2], 1, id="pallas_tpu", marks=pytest.mark.slow),
-        pytest.param(FORMS[2], 2, id="pallas_tpu-shards"),
+        pytest.param(FORMS[2], 1, id="pallas_tpu"),
+        pytest.param(FORMS[2], 2, id="pallas_tpu-shards", marks=pytest.mark.slow),
     ],
 )
 def test_a_token_that_only_the_rollout_has_counts_however_unlikely(form: dict[str, Any], shards: int) -> None:

@@ -51,6 +51,7 @@ def scored_with(tools, jittered, replay_routes):
     return run(params, rollout, head)
 
 
+@pytest.mark.slow
 def test_replay_removes_what_flipped_experts_do(tools, jittered):
     _, rollout, _ = jittered
     mask = np.asarray(rollout.response_mask)
