@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 __all__ = [
     "MAX_LOG_RATIO",
     "AnyArray",
+    "absent_values",
     "as_float32",
     "expm1_minus_identity",
     "log1mexp",
@@ -43,6 +44,7 @@ else:  # run-time type checkers want the bare class
 MAX_LOG_RATIO = 60.0
 """Largest log-ratio that is exponentiated: ``e^60`` times any weight or advantage still fits float32."""
 
+_ABSENT = -1e29
 _SERIES_RADIUS = 0.35
 
 
@@ -68,6 +70,17 @@ def log1mexp(log_values: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     close = jnp.log(-jnp.expm1(jnp.where(near_zero, values, -1.0)))
     far = jnp.log1p(-jnp.exp(jnp.where(near_zero, -1.0, values)))
     return jnp.where(near_zero, close, far)
+
+
+def absent_values(values: Float[AnyArray, "..."]) -> Float[Array, "..."]:
+    """Logits or biases with ``-inf`` for what is at most -1e29: masks are often the lowest finite number, whose sums
+    are infinite. NaN stays; the dtype too.
+
+    >>> absent_values(jnp.array([1.0, jnp.finfo(jnp.float32).min, jnp.nan])).tolist()
+    [1.0, -inf, nan]
+    """
+    x = jnp.asarray(values)
+    return jnp.where(x <= _ABSENT, -jnp.inf, x)
 
 
 def expm1_minus_identity(values: Float[AnyArray, "..."]) -> Float[Array, "..."]:

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trm_jax.checks import required, same_shape, shape_of, static_temperature, token_ids
-from trm_jax.numerics import AnyArray, expm1_minus_identity
+from trm_jax.numerics import AnyArray, absent_values, expm1_minus_identity
 from trm_jax.types import VocabDivergence
 
-__all__ = ["Softmax", "logits_divergence", "softmax_statistics", "vocab_divergence"]
+__all__ = ["Softmax", "logits_divergence", "softmax_statistics", "total_variation_of_sums", "vocab_divergence"]
 
 _FAR_APART = 0.5
 _ROUNDING = 1e-3
-_ABSENT = -1e29
+"""Terms that sum to more are no rounding: of policies without a common token, say."""
 
 
 class Softmax(NamedTuple):
@@ -100,6 +100,25 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *
     )
 
 
+def total_variation_of_sums(
+    absolute: Float[Array, "*S"], off: Float[Array, "*S"], slope: Float[Array, "*S"]
+) -> Float[Array, "*S"]:
+    """``½ Σ |t|`` of ``t = π_θ - π_roll``, without the rounding that all log-ratios share.
+
+    Both softmaxes sum to 1, so the terms do to 0: what they do sum to is the rounding of ``log1p(u)``, by which every
+    ``d`` is too large, and TV by ``½ slope · off``.
+
+    Args:
+      absolute: ``Σ |t|``.
+      off: ``Σ t``.
+      slope: ``Σ sign(t) π_θ`` over the tokens whose term is made of ``d``.
+
+    >>> float(total_variation_of_sums(jnp.float32(0.5), jnp.float32(0.0), jnp.float32(1.0)))
+    0.25
+    """
+    return jnp.clip(0.5 * (absolute - slope * jnp.where(jnp.abs(off) < _ROUNDING, off, 0.0)), 0.0, 1.0)
+
+
 @functools.partial(jax.jit, static_argnames=("with_tv", "temperature"))
 def logits_divergence(
     policy_logits: Float[Array, "*S V"],
@@ -159,11 +178,8 @@ def _divergence(
     far = jnp.where(near, 0.0, terms) - jnp.where(both & ~near, weight * d, 0.0)
     kl, tv = jnp.sum(jnp.where(near, weight * expm1_minus_identity(safe), far), axis=-1), None
     if with_tv:
-        tv = 0.5 * jnp.sum(jnp.abs(terms), axis=-1)
-        # Both softmaxes sum to 1, so the terms do to 0: what they do sum to is the rounding of ``difference``.
-        off = jnp.sum(terms, axis=-1)
         slope = jnp.sum(jnp.where(near, jnp.sign(terms) * (weight + terms), 0.0), axis=-1)
-        tv = jnp.clip(tv - 0.5 * slope * jnp.where(jnp.abs(off) < _ROUNDING, off, 0.0), 0.0, 1.0)
+        tv = total_variation_of_sums(jnp.sum(jnp.abs(terms), axis=-1), jnp.sum(terms, axis=-1), slope)
     kl = jnp.where(jnp.any(in_rollout & ~in_policy, axis=-1), jnp.inf, jnp.maximum(kl, 0.0))
     kl = jnp.where(jnp.isneginf(rollout.logsumexp), 0.0, kl)  # no token that the rollout could sample
     undefined = jnp.isnan(u) | jnp.isnan(plain)
@@ -260,7 +276,6 @@ def vocab_divergence(
             "row of logits one token"
         )
     ids, divisor = token_ids(tokens), static_temperature(temperature)
-    policy, rollout = (jnp.asarray(z).astype(jnp.float32) for z in (policy_logits, rollout_logits))
-    policy, rollout = (jnp.where(z <= _ABSENT, -jnp.inf, z) for z in (policy, rollout))
+    policy, rollout = (absent_values(jnp.asarray(z).astype(jnp.float32)) for z in (policy_logits, rollout_logits))
     out: VocabDivergence = logits_divergence(policy, rollout, ids, with_tv=True, temperature=divisor)
     return out

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from trm_jax.checks import in_range, required, shape_of, static, static_temperature, token_ids
-from trm_jax.numerics import AnyArray
+from trm_jax.numerics import AnyArray, absent_values
 from trm_jax.ops._axis_types import as_varying
 
 __all__ = [
@@ -26,8 +26,6 @@ __all__ = [
 ]
 
 _INT8_ROWS = 4096
-_ABSENT = -1e29
-"""A bias of at most this counts as ``-inf``: masks are often the lowest finite number, whose sums are infinite."""
 
 
 class Head(NamedTuple):
@@ -140,9 +138,7 @@ def as_head(weight: AnyArray, scale: AnyArray | None = None, bias: AnyArray | No
     >>> as_head(jnp.eye(3), bias=jnp.array([1.0, jnp.finfo(jnp.float32).min, jnp.nan])).bias.tolist()
     [1.0, -inf, nan]
     """
-    offsets = None if bias is None else jnp.asarray(bias)
-    if offsets is not None:
-        offsets = jnp.where(offsets <= _ABSENT, -jnp.inf, offsets)
+    offsets = None if bias is None else absent_values(bias)
     return Head(jnp.asarray(weight), None if scale is None else jnp.asarray(scale), offsets)
 
 

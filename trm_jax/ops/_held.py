@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from trm_jax.divergences import total_variation_of_sums
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._partials import (
     AxisName,
@@ -30,8 +31,7 @@ __all__ = ["divergence_of_rows", "softmax_of_rows", "token_of_rows"]
 
 
 _NO_WEIGHT = -1e4
-_ROUNDING = 1e-3
-"""Terms that sum to more are no rounding: of policies without a common token, say."""
+"""A gap (no multiple of -inf) whose exponential is 0."""
 
 
 def _sum(values: Array, where: Array) -> Array:
@@ -147,13 +147,6 @@ def _distances(
     return [kl, jnp.sum(jnp.abs(terms), axis=-1), jnp.sum(terms, axis=-1), slope]
 
 
-def _total_variation(absolute: Array, off: Array, slope: Array) -> Array:
-    """Both softmaxes sum to 1, so the terms do to 0: what they do sum to (``off``) is the rounding of ``log1p u``, by
-    which every ``d`` is too large, and TV by ``½ slope · off``.
-    """
-    return jnp.clip(0.5 * (absolute - slope * jnp.where(jnp.abs(off) < _ROUNDING, off, 0.0)), 0.0, 1.0)
-
-
 def divergence_of_rows(
     policy_logits: Float[Array, "N V"],
     rollout_logits: Float[Array, "N V"],
@@ -207,7 +200,7 @@ def divergence_of_rows(
         policy_logps=sums[3] - whole.policy.log_total,
         rollout_logps=sums[7] - whole.rollout.log_total,
         token_kl=jnp.where(undefined, jnp.nan, jnp.maximum(kl, 0.0)),
-        token_tv=jnp.where(undefined, jnp.nan, _total_variation(*tv)) if tv else None,
+        token_tv=jnp.where(undefined, jnp.nan, total_variation_of_sums(*tv)) if tv else None,
         policy_entropy=whole.policy.entropy,
         rollout_entropy=whole.rollout.entropy,
     )

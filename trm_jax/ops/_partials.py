@@ -59,6 +59,7 @@ _FAR_APART = 0.5
 _LOST_MASS = 0.05
 _SMALL_STEP = 0.1
 _LARGE_SHIFT = 5.0
+"""Mean log-ratios beyond it are left: policies that far apart have no small terms to keep."""
 
 
 class SoftmaxPartial(NamedTuple):
@@ -245,7 +246,7 @@ def merge_divergence(
     total = jnp.where(one_sided, 0.0, total)
     moment, mass = jax.lax.psum(rollout_factor * jnp.stack([part.moment - step * total, total]), axis)
     mean = moment / jnp.where(mass > 0, mass, 1.0)
-    shift = jnp.where(jnp.abs(mean) < _LARGE_SHIFT, mean, 0.0)  # policies far apart need none
+    shift = jnp.where(jnp.abs(mean) < _LARGE_SHIFT, mean, 0.0)
     step = jnp.where(one_sided, 0.0, step + shift)
     gap = jnp.where(jnp.isneginf(part.rollout.top), unit * policy_gap - shift, unit * rollout_gap - step)
     policy_factor = jnp.exp(gap)

@@ -41,8 +41,7 @@ def linear_logps(
     ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order: the log π of TRM's ratios
     ``ρ = π_θ / π_roll``. Differentiable in reverse mode in ``hidden``, ``head`` and ``bias``, through all three outputs
     (the kernel once, the other forms again). Products are accumulated in float32, the head gradient too. A
-    gradient knows one rounded ``logsumexp``: where logits share an offset of 1,000, it is right to 1e-3 of its largest
-    entry.
+    gradient knows one rounded ``logsumexp``: of logits that share a large offset, it has lost what the offset rounds.
 
     With a mesh, each device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token
     forward; backward the sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head

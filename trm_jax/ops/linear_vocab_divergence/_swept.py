@@ -34,8 +34,10 @@ def vocab_divergence_swept(
     axis: AxisName,
     interpret: bool,
 ) -> VocabDivergence:
-    """Operands and options as for ``vocab_divergence_chunked``; 56 bytes a token travel over ``axis``,
-    4 more with the total variation and 4 more with a bias or a support."""
+    """Operands and options as for ``vocab_divergence_chunked``.
+
+    Over ``axis`` travel 56 bytes a token, 4 more with the total variation and 4 more with a bias.
+    """
     vocabulary, units = policy_head.weight.shape[0], Units(scaling.temperature, scaling.soft_cap)
     policy_logit, rollout_logit = (
         token_logits(hidden, head, tokens, None, units)
