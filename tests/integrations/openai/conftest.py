@@ -113,6 +113,7 @@ class ToyServer(ThreadingHTTPServer):
         self.dialect, self.faults, self.mode, self.scheme = dialect, faults, mode, "http"
         self.busy: list[int] = []
         self.release = threading.Event()
+        self.meeting: threading.Barrier | None = None  # where requests wait for one another
         self.policy, self.weights = true_policy(), "default"
         self.loads: list[str] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
@@ -223,6 +224,8 @@ class _Handler(BaseHTTPRequestHandler):
                 server.load(Path(body["model_path"]), body["weight_version"])
                 self._send({"success": not server.has("refuses weights"), "message": "no"})
             else:
+                if server.meeting is not None:
+                    server.meeting.wait(60.0)
                 answer = {"/v1/completions": self._vllm, "/generate": self._sglang, "/completion": self._llama}
                 self._send(answer[self.path](body))
         finally:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,9 @@ def test_tokens_past_the_limit_to_the_end_of_a_character_are_cut(tools: Any) -> 
 
 def test_no_more_than_concurrency_requests_are_under_way(tools: Any) -> None:
     with tools.serving("vllm") as server:
-        tools.engine(server, group_samples=False, concurrency=2).generate(tools.prompts())
+        engine = tools.engine(server, group_samples=False, concurrency=2)
+        server.meeting = threading.Barrier(2)  # no request is answered alone
+        engine.generate(tools.prompts())
         assert server.most == 2
 
 
