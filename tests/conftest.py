@@ -14,6 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
+from jaxtyping import config as jaxtyping_config  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 # A parameter annotated float takes whatever a user has for a number: 2, 2.0, np.float32(2).
@@ -31,6 +32,12 @@ install_import_hook(
     ],
     f"beartype.beartype(conf={_CONF})",
 )
+
+
+@pytest.fixture
+def without_run_time_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user has none of the checks installed above, which would refuse first."""
+    monkeypatch.setattr(jaxtyping_config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session")

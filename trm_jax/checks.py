@@ -76,11 +76,11 @@ def required(**arrays: AnyArray | None) -> None:
     >>> required(proximal_logps=None)
     Traceback (most recent call last):
       ...
-    TypeError: proximal_logps must be an array, given None
+    TypeError: proximal_logps must be an array, given None: it may not be left out
     """
     for name, array in arrays.items():
         if array is None:
-            raise TypeError(f"{name} must be an array, given None")
+            raise TypeError(f"{name} must be an array, given None: it may not be left out")
 
 
 def rows_of_tokens(shape: tuple[int, ...]) -> None:

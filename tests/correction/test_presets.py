@@ -112,11 +112,18 @@ def test_refused_fields(fields: dict[str, Any], message: str) -> None:
         correction.CorrectionConfig(**fields)
 
 
+@pytest.mark.usefixtures("without_run_time_types")
 @pytest.mark.parametrize(
-    "fields", [{"masks": ("trm_mx",)}, {"weight": "ciss"}, {"numerator": "old"}, {"non_finite": "ignore"}]
+    ("fields", "message"),
+    [
+        ({"masks": ("trm_mx",)}, "unknown masks entry 'trm_mx' (did you mean 'trm_max'?): choose one of"),
+        ({"weight": "ciss"}, "unknown weight 'ciss' (did you mean 'cis'?): choose one of"),
+        ({"numerator": "old"}, "unknown numerator 'old': choose one of proximal, policy"),
+        ({"non_finite": "ignore"}, "unknown non_finite 'ignore': choose one of drop, raise"),
+    ],
 )
-def test_refused_names(fields: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError)):
+def test_refused_names(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         correction.CorrectionConfig(**fields)
 
 

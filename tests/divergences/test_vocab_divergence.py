@@ -221,21 +221,19 @@ def test_leading_axes_and_vmap() -> None:
         np.testing.assert_allclose(c, a, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("without_run_time_types")
 def test_refused_inputs() -> None:
     z = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match="temperature"):
         divergences.vocab_divergence(z, z, jnp.zeros(2, int), temperature=0.0)
-    with pytest.raises((ValueError, TypeError)):
-        divergences.vocab_divergence(z, z, jnp.zeros(3, int))
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match=r"must have one shape, given policy_logits \[2, 3\], rollout_logits \[2, 4\]"):
         divergences.vocab_divergence(z, jnp.zeros((2, 4)), jnp.zeros(2, int))
-    unchecked = inspect.unwrap(divergences.vocab_divergence)  # without the run-time types of the tests
     with pytest.raises(TypeError, match="tokens must be integers, given dtype float32"):
-        unchecked(z, z, jnp.zeros(2))
+        divergences.vocab_divergence(z, z, jnp.zeros(2))
     with pytest.raises(ValueError, match=r"logits must be \[..., V\], with V at least 1, given \[2, 0\]"):
-        unchecked(z[:, :0], z[:, :0], jnp.zeros(2, int))
+        divergences.vocab_divergence(z[:, :0], z[:, :0], jnp.zeros(2, int))
     with pytest.raises(ValueError, match=r"tokens must be \[2\]"):
-        unchecked(z, z, jnp.zeros(3, int))
+        divergences.vocab_divergence(z, z, jnp.zeros(3, int))
 
 
 @pytest.mark.parametrize("token", [-1, -100, 3, 1000])

@@ -338,6 +338,7 @@ def test_packed_rows_have_their_own_lengths() -> None:
     assert (out.total, out.denominator) == (1.0, 1.0)
 
 
+@pytest.mark.usefixtures("without_run_time_types")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -362,7 +363,7 @@ def test_refused_inputs(options: dict[str, Any], message: str) -> None:
         "advantages": d["advantages"],
         "response_mask": d["mask"],
     } | options
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         losses.clipped_surrogate(**given)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
@@ -21,10 +20,7 @@ INT8, SCALE = np.ones((V, D), np.int8), np.ones(V, np.float32)
 KERNEL = {"implementation": "pallas_tpu", "interpret": True}
 
 
-@pytest.fixture(autouse=True)
-def without_run_time_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user has none of the checks that ``tests/conftest.py`` installs, which would refuse first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("without_run_time_types")
 
 
 def check_refused(error: type[Exception], words: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

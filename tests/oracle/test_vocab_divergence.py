@@ -97,13 +97,10 @@ def test_temperature_divides_the_logits():
 
 @pytest.mark.parametrize("policy_dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_logits_do_not_lower_the_precision_of_the_sums(policy_dtype):
-    """Whatever dtype the logits have, the numbers are those of their values: or the call is refused."""
+    """Whatever dtype the logits have, the numbers are those of their values."""
     policy, rollout, tokens = logits(8, 0.3)
     low = [jnp.asarray(x, policy_dtype) for x in (policy, rollout)]
-    try:
-        got = divergences.vocab_divergence(*low, tokens)
-    except (TypeError, ValueError):
-        return
+    got = divergences.vocab_divergence(*low, tokens)
     compare(got, *[np.asarray(x.astype(jnp.float32)) for x in low], tokens, 1.0, relative=1e-3)
 
 
