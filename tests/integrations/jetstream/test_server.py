@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import jax
@@ -96,6 +99,28 @@ def held_back(server) -> Iterator[threading.Semaphore]:
 def client(server):
     with RolloutClient(Connection(target=server.target, patience=0)) as client:
         yield client
+
+
+def test_the_engine_of_the_documents(tools, tmp_path):
+    page = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    given = {"model": tools.model(), "sizes": tools.config, "numerics": tools.numerics}
+    given |= {"tokenizer": SimpleNamespace(eos_ids=tools.eos), "prompts": prompts()}
+    given |= {"version": 1, "params": tools.params()}
+    with tools.serving(weights=tmp_path, tokenizer=tools.tokenizer) as server:
+        for written, meant in {"127.0.0.1:PORT": server.target, "/shared/weights": str(tmp_path)}.items():
+            assert code.count(written) == 1, written
+            code = code.replace(written, meant)
+        exec(code, given)
+        given["engine"].close()
+    reference = tools.in_process()
+    reference.update_weights(1, tools.params())
+    expected = reference.generate(prompts())
+    mask = np.asarray(expected.response_mask)
+    np.testing.assert_array_equal(given["rollout"].response_mask, mask)
+    np.testing.assert_array_equal(
+        np.asarray(given["rollout"].rollout_logps)[mask], np.asarray(expected.rollout_logps)[mask]
+    )
 
 
 @pytest.mark.parametrize(

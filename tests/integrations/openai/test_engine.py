@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -370,3 +372,18 @@ def test_server_options_are_checked(options: dict[str, Any], words: str) -> None
 def test_cuts_are_checked(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Cuts(**options)
+
+
+def test_the_engine_of_the_documents(tools: Any) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "engines.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.S)[0]
+    with tools.serving("vllm") as server:
+        here = {"http://127.0.0.1:8000": server.address, "=1024": "=5", "=4096": "=6"}
+        for written, meant in here.items():
+            assert code.count(written) == 1, written
+            code = code.replace(written, meant)
+        tokenizer = SimpleNamespace(eos_ids=(3, 7))
+        given: dict[str, Any] = {"model": tools.model(), "tokenizer": tokenizer, "prompts": tools.prompts()}
+        exec(code, given)
+        expected = tools.engine(server).generate(tools.prompts())
+    jax.tree.map(np.testing.assert_array_equal, given["rollout"], expected)
