@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from trm_jax.ops._operands import lies_turned
-from trm_jax.ops._partials import DivergencePartial, normaliser_difference
+from trm_jax.ops._partials import DivergencePartial, divergence_of_sums
 from trm_jax.ops._tiles import Units
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
 
@@ -79,7 +79,7 @@ def kernels(
     given |= dict(tokens=tokens, policy_token_logit=policy_logit / unit, rollout_token_logit=rollout_logit / unit)
     static = dict(temperature=temperature, logit_soft_cap=cap, blocks=blocks, interpret=interpret)
     part = divergence_statistics(**given, **static)
-    normaliser, kl = normaliser_difference(part)
+    normaliser, kl = divergence_of_sums(part)
     tv = divergence_tv(
         **given,
         policy_top=part.policy.top,

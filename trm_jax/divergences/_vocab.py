@@ -53,7 +53,8 @@ class Softmax(NamedTuple):
 def take_token(values: Array, tokens: Array) -> Array:
     """``values[..., tokens]`` along the last axis; NaN (True) for an id outside it, a negative one too."""
     tokens = tokens.astype(jnp.int32) if tokens.dtype.itemsize < 4 else tokens  # or the size would wrap around
-    legal = jnp.where(tokens < 0, values.shape[-1], tokens)  # which is filled, not wrapped around
+    size = values.shape[-1]
+    legal = jnp.where((tokens < 0) | (tokens >= size), size, tokens)  # the size is filled, not wrapped around
     return jnp.take_along_axis(values, legal[..., None].astype(jnp.int32), axis=-1)[..., 0]
 
 
@@ -90,12 +91,13 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *
     log_total = jnp.log1p(jnp.where(empty, 0.0, rest + (jnp.sum(at_top, axis=-1) - 1.0)))
     total = jnp.exp(log_total)
     moment = jnp.sum(jnp.where(unnormalised > 0, unnormalised * shifted, 0.0 * unnormalised), axis=-1)
+    entropy = log_total - moment / total
     return Softmax(
         gap=gap,
         unnormalised=unnormalised,
         total=total,
         logsumexp=jnp.where(empty, -jnp.inf, top / temperature + log_total),
-        entropy=log_total - moment / total,
+        entropy=jnp.where(entropy < 0, 0.0, entropy),  # less is rounding
         logps=take_token(shifted, tokens) - log_total,
     )
 
@@ -148,41 +150,106 @@ def logits_divergence(
     return _divergence(policy_logits, rollout_logits, tokens, with_tv, temperature)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _divergence(
-    policy_logits: Array, rollout_logits: Array, tokens: Array, with_tv: bool, temperature: float
-) -> VocabDivergence:
-    policy = softmax_statistics(policy_logits, tokens, temperature=temperature)
-    rollout = softmax_statistics(rollout_logits, tokens, temperature=temperature)
-    in_policy, in_rollout = policy_logits > -jnp.inf, rollout_logits > -jnp.inf
-    both = in_policy & in_rollout
-    # NaN logits compare False and must still reach the result.
-    both = both | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
+class _Compared(NamedTuple):
+    """Both softmaxes at every token, ``[..., V]``, with the digits that a difference of two softmaxes has lost.
+
+    Attributes:
+      log_p: ``log π_θ``, 0 outside its support; ``log_q`` is of the rollout.
+      p: ``π_θ``; ``q`` is the rollout's.
+      d: ``log π_θ - log π_roll``, 0 where one of them is 0.
+      excess: ``π_θ - π_roll``.
+    """
+
+    log_p: Float[Array, "*S V"]
+    log_q: Float[Array, "*S V"]
+    p: Float[Array, "*S V"]
+    q: Float[Array, "*S V"]
+    d: Float[Array, "*S V"]
+    excess: Float[Array, "*S V"]
+
+
+def _both(policy_logits: Array, rollout_logits: Array) -> Array:
+    """Tokens that both policies have; NaN logits compare False and must still reach the result."""
+    has = (policy_logits > -jnp.inf) & (rollout_logits > -jnp.inf)
+    return has | jnp.isnan(policy_logits) | jnp.isnan(rollout_logits)
+
+
+def _log_ratio(
+    policy: Softmax, rollout: Softmax, both: Array, temperature: float
+) -> tuple[Array, Array, Array, Array, Array]:
+    """``d``, ``π_θ - π_roll``, where that is ``π_roll expm1(d)``, ``π_roll``; and a number that is NaN where undefined.
+
+    Far from 0, and where one side has no such token, it is the difference of the two probabilities.
+    """
     weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
     differ = both & (policy.gap != rollout.gap)  # not so: -inf - -inf
     x = jnp.where(differ, policy.gap - rollout.gap, 0.0) / temperature
 
-    def less_one(log_ratio: Array, probability: Array) -> tuple[Array, Array, Array]:
-        """``π_roll expm1(log_ratio)``: far from 0, and where one side has no such token, a difference of masses."""
+    def less_one(log_ratio: Array, probability: Array) -> tuple[Array, Array]:
         near = both & (log_ratio <= 1.0)
-        safe = jnp.where(near, log_ratio, 0.0)
-        return jnp.where(near, weight * jnp.expm1(safe), probability - weight), near, safe
+        return jnp.where(near, weight * jnp.expm1(jnp.where(near, log_ratio, 0.0)), probability - weight), near
 
     u = jnp.sum(less_one(x, policy.unnormalised / rollout.total[..., None])[0], axis=-1)
     plain = jnp.log(policy.total) - jnp.log(rollout.total)
     difference = jnp.where(jnp.abs(u) < _FAR_APART, jnp.log1p(jnp.clip(u, -_FAR_APART, _FAR_APART)), plain)
     empty = jnp.isneginf(rollout.logsumexp) | jnp.isneginf(policy.logsumexp)
     difference = jnp.where(empty & ~jnp.isnan(plain), 0.0, difference)
-    d = x - difference[..., None]
-    terms, near, safe = less_one(d, policy.unnormalised / policy.total[..., None])
+    d = jnp.where(both, x - difference[..., None], 0.0)
+    excess, near = less_one(d, policy.unnormalised / policy.total[..., None])
+    return d, excess, near, weight, u + plain
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _compared(policy_logits: Array, rollout_logits: Array, temperature: float) -> _Compared:
+    """Of rows that all have a softmax."""
+    none = jnp.zeros(policy_logits.shape[:-1], jnp.int32)
+    logits = policy_logits, rollout_logits
+    policy, rollout = (softmax_statistics(z, none, temperature=temperature) for z in logits)
+    log_p, log_q = (
+        jnp.where(z > -jnp.inf, side.gap / temperature - jnp.log(side.total)[..., None], 0.0)
+        for z, side in zip(logits, (policy, rollout), strict=True)
+    )
+    d, excess, _, q, _ = _log_ratio(policy, rollout, _both(*logits), temperature)
+    return _Compared(log_p, log_q, policy.unnormalised / policy.total[..., None], q, d, excess)
+
+
+@_compared.defjvp
+def _compared_jvp(
+    temperature: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[_Compared, _Compared]:
+    """The textbook derivatives: of values that select by equality, a trace's would be wrong at ties."""
+    out: _Compared = _compared(*primals, temperature)
+
+    def of_one(z: Array, pi: Array, dz: Array) -> Array:
+        inside = z > -jnp.inf
+        safe = jnp.where(inside, dz, 0.0) / temperature
+        return jnp.where(inside, safe - jnp.sum(pi * safe, axis=-1, keepdims=True), 0.0)
+
+    of_p, of_q = (of_one(z, pi, dz) for z, pi, dz in zip(primals, out[2:4], tangents, strict=True))
+    between = jnp.where(_both(*primals), of_p - of_q, 0.0)
+    # p - q changes by p of_p - q of_q: where they are near, by what does not cancel.
+    excess = jnp.where(_both(*primals), out.excess * of_p + out.q * between, out.p * of_p - out.q * of_q)
+    return out, _Compared(of_p, of_q, out.p * of_p, out.q * of_q, between, excess)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _divergence(
+    policy_logits: Array, rollout_logits: Array, tokens: Array, with_tv: bool, temperature: float
+) -> VocabDivergence:
+    policy = softmax_statistics(policy_logits, tokens, temperature=temperature)
+    rollout = softmax_statistics(rollout_logits, tokens, temperature=temperature)
+    both = _both(policy_logits, rollout_logits)
+    d, terms, near, weight, defined = _log_ratio(policy, rollout, both, temperature)
     far = jnp.where(near, 0.0, terms) - jnp.where(both & ~near, weight * d, 0.0)
-    kl, tv = jnp.sum(jnp.where(near, weight * expm1_minus_identity(safe), far), axis=-1), None
+    small = weight * expm1_minus_identity(jnp.where(near, d, 0.0))
+    kl, tv = jnp.sum(jnp.where(near, small, far), axis=-1), None
     if with_tv:
         slope = jnp.sum(jnp.where(near, jnp.sign(terms) * (weight + terms), 0.0), axis=-1)
         tv = total_variation_of_sums(jnp.sum(jnp.abs(terms), axis=-1), jnp.sum(terms, axis=-1), slope)
-    kl = jnp.where(jnp.any(in_rollout & ~in_policy, axis=-1), jnp.inf, jnp.maximum(kl, 0.0))
+    lost = (rollout_logits > -jnp.inf) & jnp.isneginf(policy_logits)
+    kl = jnp.where(jnp.any(lost, axis=-1), jnp.inf, jnp.maximum(kl, 0.0))
     kl = jnp.where(jnp.isneginf(rollout.logsumexp), 0.0, kl)  # no token that the rollout could sample
-    undefined = jnp.isnan(u) | jnp.isnan(plain)
+    undefined = jnp.isnan(defined)
     return VocabDivergence(
         policy_logps=policy.logps,
         rollout_logps=rollout.logps,
@@ -197,35 +264,47 @@ def _divergence(
 def _divergence_jvp(
     with_tv: bool, temperature: float, primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[VocabDivergence, VocabDivergence]:
-    """The textbook derivatives in ``z``: of values that select by equality, a trace's would be wrong at ties.
+    """The textbook derivatives in ``z``; a row that is not finite has none, and keeps NaN to itself.
 
     ``dKL = Σ (π_θ - π_roll) dz_θ + Σ π_roll (log π_roll/π_θ - KL) dz_roll``; of TV with ``sign(0) = 0``.
     """
-    policy_logits, rollout_logits, tokens = primals
+    *logits, tokens = primals
     out: VocabDivergence = _divergence(*primals, with_tv, temperature)
-    safe_dz = [
-        jnp.where(z > -jnp.inf, dz, 0.0) / temperature
-        for z, dz in zip((policy_logits, rollout_logits), tangents[:2], strict=True)
+    tops = [jnp.max(z, axis=-1, keepdims=True) for z in logits]
+    alive = [jnp.isfinite(top) for top in tops]  # NaN stays in a maximum
+    logits = [jnp.where(a, z, 0.0) for a, z in zip(alive, logits, strict=True)]
+    dz = [
+        jnp.where(a & (z > -jnp.inf), t, 0.0) / temperature for a, z, t in zip(alive, logits, tangents[:2], strict=True)
     ]
-    log_p, log_q = (jax.nn.log_softmax(z / temperature, axis=-1) for z in (policy_logits, rollout_logits))
-    p, q = jnp.exp(log_p), jnp.exp(log_q)
-    log_p, log_q = (jnp.where(z > -jnp.inf, log, 0.0) for z, log in zip(primals[:2], (log_p, log_q), strict=True))
+    at = _compared(*logits, temperature)
 
     def along(slope: Array, dz: Array) -> Array:
         return jnp.sum(slope * dz, axis=-1)
 
-    def of_one(pi: Array, log_pi: Array, entropy: Array, dz: Array) -> tuple[Array, Array]:
-        return take_token(dz, tokens) - along(pi, dz), along(-pi * (log_pi + entropy[..., None]), dz)
+    def of_one(pi: Array, log_pi: Array, dz: Array) -> tuple[Array, Array]:
+        entropy = -jnp.sum(pi * log_pi, axis=-1, keepdims=True)
+        return take_token(dz, tokens) - along(pi, dz), along(-pi * (log_pi + entropy), dz)
 
-    dlogps, dentropy = of_one(p, log_p, out.policy_entropy, safe_dz[0])
-    rollout_dlogps, rollout_dentropy = of_one(q, log_q, out.rollout_entropy, safe_dz[1])
-    ratio = jnp.where((p > 0) & (q > 0), log_q - log_p, 0.0)
-    kl = jnp.where(jnp.isinf(out.token_kl), 0.0, out.token_kl)[..., None]
-    dkl, dtv = along(p - q, safe_dz[0]) + along(q * (ratio - kl), safe_dz[1]), None
+    dlogps, dentropy = of_one(at.p, at.log_p, dz[0])
+    rollout_dlogps, rollout_dentropy = of_one(at.q, at.log_q, dz[1])
+    finite = alive[0][..., 0] & alive[1][..., 0] & jnp.isfinite(out.token_kl)
+    kl = jnp.where(finite, out.token_kl, 0.0)[..., None]
+    dkl = jnp.where(finite, along(at.excess, dz[0]) - along(at.q * (at.d + kl), dz[1]), 0.0)
+    dtv = None
     if with_tv:
-        sign = 0.5 * jnp.sign(p - q)
-        of_policy, of_rollout = (pi * (sign - jnp.sum(pi * sign, axis=-1, keepdims=True)) for pi in (p, q))
-        dtv = along(of_policy, safe_dz[0]) - along(of_rollout, safe_dz[1])
+
+        def of_signs(pi: Array) -> Array:
+            """``½ π_v (sign_v - E_π[sign])`` by the mass of the other signs: near ±1 the difference is lost."""
+            more, less, same = (
+                jnp.sum(jnp.where(where, pi, 0.0), axis=-1, keepdims=True)
+                for where in (at.excess > 0, at.excess < 0, at.excess == 0)
+            )
+            of_same = 0.5 * (less - more)
+            side = jnp.where(at.excess > 0, less + 0.5 * same, -(more + 0.5 * same))
+            return pi * jnp.where(at.excess == 0, of_same, side)
+
+        dtv = along(of_signs(at.p), dz[0]) - along(of_signs(at.q), dz[1])
+        dtv = jnp.where(alive[0][..., 0] & alive[1][..., 0], dtv, 0.0)
     return out, VocabDivergence(
         policy_logps=dlogps,
         rollout_logps=rollout_dlogps,
@@ -256,7 +335,8 @@ def vocab_divergence(
       ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that
       the policy cannot; identical logits give exactly 0; a NaN logit gives NaN. Over 151,936 tokens KL and TV are right
       to 2e-5 of their values from KL = 1e-7 on (``experiments/divergence_accuracy``). All are differentiable in both
-      logits, total variation with a slope of 0 where the two probabilities are equal.
+      logits: total variation with a slope of 0 where the two probabilities are equal, and with no slope where KL is
+      infinite or a row has no softmax (a NaN in it, or no token), which a mask of the loss then keeps out.
 
     Raises:
       ValueError: on shapes that do not match or a temperature below 1e-6.

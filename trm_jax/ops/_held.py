@@ -17,7 +17,6 @@ from trm_jax.divergences import total_variation_of_sums
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._partials import (
     AxisName,
-    DivergencePartial,
     SoftmaxPartial,
     TokenGap,
     max_over,
@@ -99,18 +98,15 @@ def softmax_of_rows(
     return softmax_of_sums(policy.top, *sums), TokenGap(token_gap, _owned(logits, tokens))
 
 
-def _expectations(policy: _Policy, rollout: _Policy, x: Array, both: Array | None) -> list[Array]:
-    """Curvature, moment and lost mass of the record; the curvature keeps ``u``, ``_distances`` the digits of KL."""
+def _growth(policy: _Policy, rollout: _Policy, x: Array, both: Array | None) -> Array:
+    """This shard's addend to ``Σ π_roll expm1(x)``, in units of the rollout's top."""
     weight = jnp.exp(rollout.gap)
     # A weight may have underflowed where the policy's has not: far tokens count by the difference of the two.
     ratio = jnp.where(x <= 1.0, weight * jnp.expm1(jnp.minimum(x, 1.0)), jnp.exp(policy.gap) - weight)
     if both is None:
-        moment = _sum(weight * x, weight > 0)
-        return [_sum(ratio, (weight > 0) | (x > 1.0)) - moment, moment]
-    moment = _sum(weight * x, both)
+        return _sum(ratio, (weight > 0) | (x > 1.0))
     gained = _sum(jnp.exp(policy.gap), rollout.logits == -jnp.inf)
-    lost = _sum(weight, (policy.logits == -jnp.inf) & (weight > 0))
-    return [_sum(ratio, both) - moment + gained, moment, lost]
+    return _sum(ratio, both) + gained - _sum(weight, (policy.logits == -jnp.inf) & (weight > 0))
 
 
 def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Array | None) -> Array:
@@ -123,22 +119,21 @@ def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Arra
 
 
 def _distances(
-    policy: _Policy, rollout: _Policy, d: Array, both: Array | None, whole: DivergencePartial, with_tv: bool
+    sides: Sequence[tuple[_Policy, SoftmaxPartial]], d: Array, both: Array | None, with_tv: bool
 ) -> list[Array]:
     """``Σ π_roll (expm1(d) - d)`` and, for TV, ``Σ |t|``, ``Σ t`` and ``Σ ± π_θ`` of ``t = π_roll expm1 d``.
 
     Far tokens count by the difference of probabilities.
     """
-    probability, weight = (
-        jnp.exp(side.gap - part.log_total[:, None]) for side, part in ((policy, whole.policy), (rollout, whole.rollout))
-    )
+    probability, weight = (jnp.exp(side.gap - whole.log_total[:, None]) for side, whole in sides)
     near = d <= 1.0 if both is None else (d <= 1.0) & both
     safe = jnp.where(near, d, 0.0)
     gap = probability - weight
     linear = weight * d if both is None else jnp.where(both, weight * d, 0.0)
     kl = jnp.sum(jnp.where(near, weight * expm1_minus_identity(safe), gap - linear), axis=-1)
     if both is not None:
-        lost = jnp.any((rollout.logits > -jnp.inf) & (policy.logits == -jnp.inf), axis=-1)
+        policy, rollout = (side.logits for side, _ in sides)
+        lost = jnp.any((rollout > -jnp.inf) & (policy == -jnp.inf), axis=-1)
         kl = jnp.where(lost, jnp.inf, kl)
     if not with_tv:
         return [kl]
@@ -182,25 +177,18 @@ def divergence_of_rows(
         both = ~((policy.logits == -jnp.inf) | (rollout.logits == -jnp.inf))
     x = _log_ratio(policy, rollout, temperature, both)
     addends = [*_sums(policy, tokens, temperature), *_sums(rollout, tokens, temperature)]
-    sums = sum_over(axis, jnp.stack(addends + _expectations(policy, rollout, x, both)))
-    whole = DivergencePartial(
-        policy=softmax_of_sums(policy.top, *sums[0:3]),
-        rollout=softmax_of_sums(rollout.top, *sums[4:7]),
-        shift=jnp.zeros_like(sums[0]),
-        curvature=sums[8],
-        moment=sums[9],
-        lost=None if both is None else sums[10],
-    )
-    difference, _ = normaliser_difference(whole)
-    distances = _distances(policy, rollout, x - difference[:, None], both, whole, with_tv)
-    kl, *tv = sum_over(axis, jnp.stack(distances))
+    sums = sum_over(axis, jnp.stack([*addends, _growth(policy, rollout, x, both)]))
+    whole = softmax_of_sums(policy.top, *sums[0:3]), softmax_of_sums(rollout.top, *sums[4:7])
+    difference, _ = normaliser_difference(*whole, sums[8] * jnp.exp(-whole[1].log_total))
+    sides = list(zip((policy, rollout), whole, strict=True))
+    kl, *tv = sum_over(axis, jnp.stack(_distances(sides, x - difference[:, None], both, with_tv)))
     kl = jnp.where(jnp.isneginf(rollout.top), 0.0, kl)  # no token that the rollout could sample
     undefined = jnp.isnan(difference)
     return VocabDivergence(
-        policy_logps=sums[3] - whole.policy.log_total,
-        rollout_logps=sums[7] - whole.rollout.log_total,
+        policy_logps=sums[3] - whole[0].log_total,
+        rollout_logps=sums[7] - whole[1].log_total,
         token_kl=jnp.where(undefined, jnp.nan, jnp.maximum(kl, 0.0)),
         token_tv=jnp.where(undefined, jnp.nan, total_variation_of_sums(*tv)) if tv else None,
-        policy_entropy=whole.policy.entropy,
-        rollout_entropy=whole.rollout.entropy,
+        policy_entropy=whole[0].entropy,
+        rollout_entropy=whole[1].entropy,
     )

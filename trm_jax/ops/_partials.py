@@ -30,13 +30,13 @@ from jaxtyping import Array, Bool, Float
 from trm_jax.numerics import expm1_minus_identity
 
 __all__ = [
-    "EXPONENT_LIMIT",
     "LEAST_LOST",
     "AxisName",
     "DivergencePartial",
     "SoftmaxPartial",
     "TokenGap",
     "difference_of",
+    "divergence_of_sums",
     "kept_lost",
     "max_over",
     "merge_divergence",
@@ -49,15 +49,13 @@ __all__ = [
 
 AxisName: TypeAlias = str | tuple[str, ...] | None
 
-EXPONENT_LIMIT = 60.0
-"""``x`` is cut here before ``expm1``: far-apart policies do not use ``u``, and it must not overflow."""
-
 LEAST_LOST = 1e-30
 """What stands for a weight that underflows: nothing beside the total."""
 
 _FAR_APART = 0.5
 _LOST_MASS = 0.05
 _SMALL_STEP = 0.1
+_LARGE_CURVATURE = 16.0
 _LARGE_SHIFT = 5.0
 """Mean log-ratios beyond it are left: policies that far apart have no small terms to keep."""
 
@@ -85,7 +83,8 @@ class SoftmaxPartial(NamedTuple):
     @property
     def entropy(self) -> Float[Array, " N"]:
         """Of the softmax of these rows, nats; 0 for an empty one."""
-        return self.log_total - self.mean_gap
+        entropy = self.log_total - self.mean_gap
+        return jnp.where(entropy < 0, 0.0, entropy)  # by rounding
 
 
 class DivergencePartial(NamedTuple):
@@ -259,24 +258,34 @@ def merge_divergence(
     return whole, sums[3] - policy.log_total, sums[7] - rollout.log_total
 
 
-def normaliser_difference(whole: DivergencePartial) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-    """``(log_total_θ - log_total_roll - shift, KL)`` of a merged record; NaN at NaN logits.
+def normaliser_difference(
+    policy: SoftmaxPartial, rollout: SoftmaxPartial, growth: Float[Array, " N"], shift: Float[Array, " N"] | float = 0.0
+) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
+    """``log_total_θ - log_total_roll - shift`` of the whole vocabulary, and where it is not ``log1p(u)``; NaN at NaN.
 
-    ``log1p(u)``, and the plain difference of normalisers for policies so far apart that it no longer cancels, or where
-    ``u`` misses mass whose rollout probability underflowed. KL is ``+inf`` where the rollout has a token that the
-    policy has not, 0 where it has none at all.
+    ``log1p`` of the growth ``u``, and the plain difference of normalisers for policies so far apart that it no longer
+    cancels, or where ``u`` misses mass whose rollout probability underflowed.
     """
-    policy, rollout, growth = whole.policy, whole.rollout, whole.growth
     none = jnp.isneginf(policy.top) | jnp.isneginf(rollout.top)
-    plain = (policy.log_total - rollout.log_total) - whole.shift
-    plain = jnp.where(none, 0.0, plain)
+    plain = jnp.where(none, 0.0, (policy.log_total - rollout.log_total) - shift)
     close = jnp.log1p(jnp.clip(growth, -_FAR_APART, _FAR_APART))
     far = (jnp.abs(growth) >= _FAR_APART) | (jnp.abs(close - plain) > _LOST_MASS)
     difference = jnp.where(far, plain, close)
-    scale = jnp.exp(-rollout.log_total)
-    kl = jnp.where(far, plain - scale * whole.moment, scale * whole.curvature - expm1_minus_identity(close))
+    return jnp.where(jnp.isnan(growth) | jnp.isnan(plain), jnp.nan, difference), far
+
+
+def divergence_of_sums(whole: DivergencePartial) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
+    """``(log_total_θ - log_total_roll - shift, KL)`` of a merged record; NaN at NaN logits.
+
+    KL is ``+inf`` where the rollout has a token that the policy has not, 0 where it has none at all.
+    """
+    scale = jnp.exp(-whole.rollout.log_total)
+    # Beside a large curvature the moment, minus nearly as much, has lost the digits of u.
+    growth = jnp.where(scale * whole.curvature > _LARGE_CURVATURE, jnp.inf, whole.growth)
+    difference, far = normaliser_difference(whole.policy, whole.rollout, growth, whole.shift)
+    near = scale * whole.curvature - expm1_minus_identity(jnp.where(far, 0.0, difference))
+    kl = jnp.where(far, difference - scale * whole.moment, near)
     if whole.lost is not None:
         kl = jnp.where(whole.lost > 0, jnp.inf, kl)
-    undefined = jnp.isnan(growth) | jnp.isnan(plain)
-    kl = jnp.where(jnp.isneginf(rollout.top), 0.0, jnp.maximum(kl, 0.0))
-    return jnp.where(undefined, jnp.nan, difference), jnp.where(undefined, jnp.nan, kl)
+    kl = jnp.where(jnp.isneginf(whole.rollout.top), 0.0, jnp.maximum(kl, 0.0))
+    return difference, jnp.where(jnp.isnan(difference), jnp.nan, kl)

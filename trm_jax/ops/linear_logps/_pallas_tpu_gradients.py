@@ -27,6 +27,8 @@ from trm_jax.ops.linear_logps._config import logps_blocks
 
 __all__ = ["logps_gradients"]
 
+_LARGE_SLOPE = 1e4
+"""Of an entropy in a logit, before its cotangent: times ``MASKED`` and that it must be finite."""
 _IDLE, _CLEAN, _DIRTY = 0, 1, 2
 _ROWS = ("normaliser", "token_slope", "slope", "entropy_slope", "active")
 
@@ -46,7 +48,10 @@ class _Static(NamedTuple):
         r = logit_tile(refs, "", "", everything, self.units, first, self.vocabulary, ragged=ragged, on_lanes=on_lanes)
         centred = r - params("normaliser")
         p = jnp.exp2(self.units.exponent * centred)
-        dz = p * (params("slope") + params("entropy_slope") * centred)
+        if self.units.unit / self.units.temperature < _LARGE_SLOPE:
+            dz = p * (params("slope") + params("entropy_slope") * centred)
+        else:  # the product with what is masked would be infinite
+            dz = p * params("slope") + params("entropy_slope") * (p * centred)
         place = jax.lax.broadcasted_iota(jnp.int32, r.shape, 0 if on_lanes else 1)
         dz = dz + jnp.where(ids - first == place, params("token_slope"), 0.0)
         if self.units.soft_cap is not None:

@@ -49,7 +49,7 @@ def linear_vocab_divergence(
     for the gradient; ``linear_logps`` is the differentiable one. A KL of 1e-7 keeps 1% relative accuracy
     whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%.
 
-    With a mesh, each device holds its rows of the heads and its tokens, and what travels is 52 to 68 bytes a token of
+    With a mesh, each device holds its rows of the heads and its tokens, and what travels is 48 to 64 bytes a token of
     statistics. Without one, operands whose types say over which (explicit) axes their rows are sharded are treated
     alike; others the compiler shards as it sees fit.
 

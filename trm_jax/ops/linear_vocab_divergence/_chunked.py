@@ -43,8 +43,8 @@ def vocab_divergence_chunked(
       support: of the shard's rows.
       scaling: temperature and cap of both.
       with_tv: also the total variation.
-      axis: mesh axis over which each chunk is merged: 52 bytes a token, 12 more with the total variation and
-        4 more with a bias or a support.
+      axis: mesh axis over which each chunk is merged: 48 bytes a token, 12 more with the total
+        variation.
       chunk_size: tokens whose logits are held at once.
       rows_at_once: of these, how many are reduced together.
     """

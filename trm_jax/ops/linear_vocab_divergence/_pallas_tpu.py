@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._operands import Operands, Tiling, add_policy, row_of
-from trm_jax.ops._partials import EXPONENT_LIMIT, DivergencePartial, difference_of, kept_lost
+from trm_jax.ops._partials import DivergencePartial, difference_of, kept_lost
 from trm_jax.ops._softmax_rows import near_top, with_token
 from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units
 from trm_jax.ops._vmem import chip_of
@@ -167,7 +167,9 @@ def divergence_statistics(
     x = jnp.where(both, unit * (own_gaps[0] - own_gaps[1]) - shift, 0.0)
     weight = jnp.where(here[1], jnp.exp(unit * own_gaps[1]), 0.0)
     alone = jnp.exp(unit * own_gaps[0] - shift)
-    own = jnp.where(here[0] & ~here[1], alone, weight * expm1_minus_identity(jnp.minimum(x, EXPONENT_LIMIT)))
+    # Where the rollout's weight is small beside the policy's it may underflow: a difference of the two, as in the sweep.
+    far = here[0] & (~here[1] | (x > 1.0))
+    own = jnp.where(far, alone - weight * (1.0 + x), weight * expm1_minus_identity(jnp.minimum(x, 1.0)))
     biased = policy_bias is not None or rollout_bias is not None
     return DivergencePartial(
         policy=policy,

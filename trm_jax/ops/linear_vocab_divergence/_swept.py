@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._head import Head, Scaling
-from trm_jax.ops._partials import AxisName, merge_divergence, normaliser_difference, sum_over
+from trm_jax.ops._partials import AxisName, divergence_of_sums, merge_divergence, sum_over
 from trm_jax.ops._support import in_support
 from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
@@ -62,7 +62,7 @@ def vocab_divergence_swept(
     policy_gap = token_gap(policy_logit, part.policy, tokens, vocabulary, units.unit)
     rollout_gap = token_gap(rollout_logit, part.rollout, tokens, vocabulary, units.unit)
     whole, policy_logps, rollout_logps = merge_divergence(part, policy_gap, rollout_gap, units.unit, axis)
-    difference, kl = normaliser_difference(whole)
+    difference, kl = divergence_of_sums(whole)
     tv = None
     if with_tv:
         # The shift moves the policy's reference instead: a normaliser that is small keeps the digits of small d.
