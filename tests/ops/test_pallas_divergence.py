@@ -70,18 +70,21 @@ def kernels(
     blocks: tuple[int, int],
     interpret: Any,
 ) -> tuple[DivergencePartial, dict[str, jax.Array]]:
-    policy_logit, rollout_logit = token_logits
+    heads = [operands[name] for name in ("policy_head", "rollout_head") if name in operands]
+    picks = any(map(lies_turned, heads))  # as the operator has it
     given = dict(operands)
     if shared:
         given["rollout_head"] = given["policy_head"]
     given = {"policy_bias": None, "rollout_scale": None, "rollout_bias": None, "support": None, **given}
     unit = Units(temperature, cap).unit
-    given |= dict(tokens=tokens, policy_token_logit=policy_logit / unit, rollout_token_logit=rollout_logit / unit)
+    given["tokens"], told = tokens, tuple(z / unit for z in token_logits)
     static = dict(temperature=temperature, logit_soft_cap=cap, blocks=blocks, interpret=interpret)
-    part = divergence_statistics(**given, **static)
+    part, picked = divergence_statistics(**given, token_logits=None if picks else told, **static)
+    policy_logit, rollout_logit = (unit * z for z in picked)
     normaliser, kl = divergence_of_sums(part)
     tv = divergence_tv(
         **given,
+        token_logits=picked,
         policy_top=part.policy.top,
         policy_log_total=part.policy.log_total,
         rollout_top=part.rollout.top,

@@ -67,8 +67,9 @@ def kernels(operands: Operands, rows: Operands, *, gradients: bool, static: tupl
     if not gradients:
         options = dict(static)
         unit = Units(options["temperature"], options["logit_soft_cap"]).unit
-        part = logps_statistics(**given, token_logit=rows["token_logit"] / unit, **options)
-        logps = rows["token_logit"] - unit * part.top - part.log_total
+        told = None if lies_turned(given["head"]) else rows["token_logit"] / unit  # as the operator has it
+        part, logit = logps_statistics(**given, token_logit=told, **options)
+        logps = unit * (logit - part.top) - part.log_total
         return {"logps": logps, "logsumexp": part.logsumexp(unit), "entropy": part.entropy}
     del rows["token_logit"]
     dhidden, dhead, dbias = logps_gradients(**given, **rows, hidden_grad_dtype=given["hidden"].dtype, **dict(static))
@@ -197,7 +198,7 @@ def test_nearly_deterministic_token_keeps_its_digits() -> None:
     """z = [30, 0, …, 0] over 101 tokens: logp = -100 e^-30 = -9.4e-12, H = 31 · 100 e^-30 = 2.9e-10."""
     head = np.zeros((101, 1), np.float32)
     head[3] = 30.0
-    got = logps_statistics(
+    got, _ = logps_statistics(
         jnp.ones((1, 1)),
         jnp.asarray(head),
         None,

@@ -40,6 +40,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trm_jax import ops
+from trm_jax.ops._operands import lies_turned
 from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics
 from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
@@ -98,6 +99,22 @@ SHARDED = [
     for topology in ("v5p:2x2x1", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4")
     for program in ("logps", "gradient", "divergence")
 ]
+# Heads that lie turned, whose rows are not to be had without a copy: SmolLM2's and gpt-oss's, on one device too.
+SHARDED += [
+    Sharded(topology, "pallas_tpu", program, 4, 4096, 576, 49_152)
+    for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
+    for program in ("logps", "gradient", "divergence")
+]
+SHARDED += [
+    Sharded(topology, "pallas_tpu", program, 4, 4096, 2880, 201_088)
+    for topology in ("v6e:2x2", "v5p:2x2x1")
+    for program in ("logps", "gradient", "divergence")
+]
+SHARDED += [
+    Sharded(topology, "pallas_tpu", program, 1, 4096, 576, 49_152)
+    for topology in ("v6e:2x2", "v5p:2x2x1")
+    for program in ("logps", "divergence")
+]
 
 Spec = Callable[..., Any]
 
@@ -110,12 +127,13 @@ def _logps(case: Case, s: Spec) -> tuple[Callable[..., Any], list[Any]]:
         "bias": s((v,), "float32") if case.option == "bias" else None,
         "support": s((n, -(-v // 8)), "uint8") if case.option == "support" else None,
         "tokens": s((n,), "int32"),
-        "token_logit": s((n,), "float32"),
+        "token_logit": None if picks(case) else s((n,), "float32"),
     }
 
     def call(*arrays: Any) -> Any:
         given = dict(zip(operands, arrays, strict=True))
-        return logps_statistics(**given, **_static(case))
+        out = logps_statistics(**given, **_static(case))
+        return out if picks(case) else out[0]
 
     return call, list(operands.values())
 
@@ -138,11 +156,18 @@ def _gradients(case: Case, s: Spec) -> tuple[Callable[..., Any], list[Any]]:
     return call, list(operands.values())
 
 
+def picks(case: Case) -> bool:
+    """Whether the kernel picks the tokens' logits out, as the operators have it do."""
+    return lies_turned(np.empty((case.vocabulary, case.width), bool))
+
+
 def _divergence(function: Callable[..., Any], rows: tuple[str, ...]) -> Callable[[Case, Spec], Any]:
     def build(case: Case, s: Spec) -> tuple[Callable[..., Any], list[Any]]:
         n, d, v = case.tokens, case.width, case.vocabulary
         int8, bias = case.option == "int8", case.option == "bias"
         other = int8 or case.option == "two_heads"
+        first = function is divergence_statistics
+        alone, logits = first and picks(case), ("policy_token_logit", "rollout_token_logit")
         operands = {
             "policy_hidden": s((n, d), case.dtype),
             "policy_head": s((v, d), case.dtype),
@@ -153,14 +178,19 @@ def _divergence(function: Callable[..., Any], rows: tuple[str, ...]) -> Callable
             "rollout_bias": s((v,), "float32") if bias else None,
             "support": s((n, -(-v // 8)), "uint8") if case.option == "support" else None,
             "tokens": s((n,), "int32"),
-            **{name: s((n,), "float32") for name in ("policy_token_logit", "rollout_token_logit", *rows)},
+            **{name: None if alone else s((n,), "float32") for name in logits},
+            **{name: s((n,), "float32") for name in rows},
         }
 
         def call(*arrays: Any) -> Any:
             given = dict(zip(operands, arrays, strict=True))
             if given["rollout_head"] is None:
                 given["rollout_head"] = given["policy_head"]
-            return function(**given, **_static(case))
+            given["token_logits"] = tuple(given.pop(name) for name in logits)
+            if alone:
+                given["token_logits"] = None
+            out = function(**given, **_static(case))
+            return out[0] if first and not alone else out
 
         return call, list(operands.values())
 

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from trm_jax.ops._partials import SoftmaxPartial
+from trm_jax.ops._tiles import UNSEEN
 
-__all__ = ["near_top", "with_token"]
+__all__ = ["logit_of_picked", "near_top", "with_token"]
+
+
+def logit_of_picked(picked: Float[Array, " N"]) -> Float[Array, " N"]:
+    """A token's logit as a kernel has it: ``-inf`` where that is masked; NaN stays."""
+    return jnp.where(picked <= UNSEEN, -jnp.inf, picked)
 
 
 def near_top(top: Float[Array, " N"], token_logit: Float[Array, " N"], unit: float) -> Bool[Array, " N"]:

@@ -33,7 +33,7 @@ def statistics_bytes(
 ) -> int:
     """Vector memory of the forward sweep, term by term."""
     tiles = (2 + 2 * supported) * padded_bytes(vocabulary, tokens, 4)
-    state = STATE * padded_bytes(8, tokens, 4)
+    state = (STATE + 1) * padded_bytes(8, tokens, 4)  # and the token's logit, where the kernel picks it out
     return _operand_bytes(tokens, vocabulary, width, hidden_itemsize, head_itemsize, supported) + tiles + state
 
 

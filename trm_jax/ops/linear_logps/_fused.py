@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._axis_types import as_varying, varying
 from trm_jax.ops._head import Head, Scaling
+from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._partials import AxisName, SoftmaxPartial, TokenGap, merge_softmax, sum_over
 from trm_jax.ops._sharding import Layout, Shard, over_shards
 from trm_jax.ops._tiles import Units
@@ -59,9 +60,10 @@ def _statistics(plan: Plan, shard: Shard, rows: _Rows, head: Head) -> tuple[Soft
         )
     from trm_jax.ops.linear_logps._pallas_tpu import logps_statistics  # the kernel language takes long to import
 
-    logit = token_logits(hidden, head, ids, bits, plan.units)
+    # The rows of a head that lies turned are not to be had without a copy of it.
+    logit = None if lies_turned(head.weight) else token_logits(hidden, head, ids, bits, plan.units)
     with jax.enable_x64(False):  # its constants would have 64 bits, which no TPU kernel has
-        part = logps_statistics(hidden, head.weight, head.bias, bits, ids, logit, **kernel_options(plan))
+        part, logit = logps_statistics(hidden, head.weight, head.bias, bits, ids, logit, **kernel_options(plan))
     return part, token_gap(logit, part, ids, vocabulary, plan.units.unit)
 
 

@@ -43,7 +43,7 @@ def divergence_bytes(
     head = sum(padded_bytes(vocabulary, d, size) for d, size in zip(widths, head_itemsizes, strict=False))
     rows = 12 * padded_bytes(1, tokens, 4) + 4 * padded_bytes(1, vocabulary, 4) + padded_bytes(16, tokens, 4)
     bits = padded_bytes(tokens, 128, 1) if supported else 0
-    state = STATE * padded_bytes(8, tokens, 4)
+    state = (STATE + 2) * padded_bytes(8, tokens, 4)  # and the token's logits, where the kernel picks them out
     tile = padded_bytes(vocabulary, tokens, 4)
     # Both policies' logits, what the compiler spills of the epilogue, and the columns held over to the next tile.
     logits = (3 + 2 * supported) * tile + 2 * padded_bytes(vocabulary, held_columns(tokens), 4)

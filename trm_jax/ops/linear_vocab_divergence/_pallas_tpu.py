@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int, UInt8
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._operands import Operands, Tiling, add_policy, row_of
 from trm_jax.ops._partials import DivergencePartial, difference_of, kept_lost
-from trm_jax.ops._softmax_rows import near_top, with_token
+from trm_jax.ops._softmax_rows import logit_of_picked, near_top, with_token
 from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units
 from trm_jax.ops._vmem import chip_of
-from trm_jax.ops.linear_vocab_divergence._config import STATE, divergence_blocks, held_columns
+from trm_jax.ops.linear_vocab_divergence._config import STATE, SUMS, divergence_blocks, held_columns
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu_kernels import Static, statistics_kernel, tv_kernel
 
 __all__ = ["divergence_statistics", "divergence_tv"]
@@ -51,6 +51,7 @@ def _sweep(
     interpret: Any,
     chip: str | None,
     blocks: tuple[int, int] | None,
+    picks: bool = False,
 ) -> Array:
     """One pass over both heads; ``[sums, N]``."""
     p = policies
@@ -77,7 +78,7 @@ def _sweep(
         operands.add(row, values, (1, block_n), tiling.by_token(row=True))
     biased = p.policy_bias is not None or p.rollout_bias is not None
     group = held_columns(block_n)
-    static = Static(v, tiling, units, tuple(operands.layout), group, biased)
+    static = Static(v, tiling, units, tuple(operands.layout), group, biased, picks)
     grid = tiling.grid(n, v)
     reads = sum(head.size * head.dtype.itemsize for head in heads) * grid[0]
     out: Array = pl.pallas_call(
@@ -116,15 +117,14 @@ def divergence_statistics(
     rollout_bias: Float[Array, " V"] | None,
     support: UInt8[Array, "N V8"] | None,
     tokens: Int[Array, " N"],
-    policy_token_logit: Float[Array, " N"],
-    rollout_token_logit: Float[Array, " N"],
+    token_logits: tuple[Float[Array, " N"], Float[Array, " N"]] | None,
     *,
     temperature: float,
     logit_soft_cap: float | None = None,
     interpret: Any = False,
     chip: str | None = None,
     blocks: tuple[int, int] | None = None,
-) -> DivergencePartial:
+) -> tuple[DivergencePartial, tuple[Float[Array, " N"], Float[Array, " N"]]]:
     """Statistics of both policies over the given rows of their heads, in one sweep.
 
     Args:
@@ -133,14 +133,14 @@ def divergence_statistics(
       policy_bias: ``[V]``, ``-inf`` outside the softmax, or None; so is ``rollout_bias``.
       support: ``[N, ceil(V/8)]`` bits of these rows, or None.
       tokens: ``[N]`` sampled ids relative to this shard; outside ``[0, V)`` they are another shard's.
-      policy_token_logit: ``[N]`` logits of the sampled tokens in units of the kernels, ``-inf`` outside their support;
-        so is the rollout's.
+      token_logits: ``[N]`` logits of the sampled tokens, the policy's and the rollout's, in units of the kernels,
+        ``-inf`` outside their support; None has the kernel pick them out, for a little more work.
       interpret: of ``pl.pallas_call``.
       chip: name in ``CHIPS`` whose blocks to use; None asks the device.
       blocks: ``(tokens, vocabulary)`` of a block, multiples of 128 of which the second divides 1024; None picks.
 
     Returns:
-      The record of this shard.
+      The record of this shard, and the tokens' logits; of other shards' tokens anything.
     """
     units = Units(temperature, logit_soft_cap)
     unit = units.unit
@@ -148,10 +148,12 @@ def divergence_statistics(
         *(policy_hidden, policy_head, policy_bias, rollout_hidden, rollout_head, rollout_scale, rollout_bias),
         *(support, tokens),
     )
-    state = (STATE, SUBLANES)
-    out = _sweep(statistics_kernel, policies, {}, 16, "divergence_statistics", state, units, interpret, chip, blocks)
+    picks = token_logits is None
+    state, call = (STATE + 2 * picks, SUBLANES), (units, interpret, chip, blocks, picks)
+    out = _sweep(statistics_kernel, policies, {}, 16, "divergence_statistics", state, *call)
     local = _local(tokens, policy_head.shape[0])
-    logits, tops = (policy_token_logit, rollout_token_logit), (out[0], out[4])
+    logits = (logit_of_picked(out[SUMS]), logit_of_picked(out[SUMS + 1])) if token_logits is None else token_logits
+    tops = out[0], out[4]
     here = [local & (logit != -jnp.inf) for logit in logits]
     near = near_top(tops[0], logits[0], unit) & near_top(tops[1], logits[1], unit)
     policy, rollout = (with_token(out[4 * i : 4 * i + 4], logits[i], here[i], near, unit) for i in range(2))
@@ -167,11 +169,11 @@ def divergence_statistics(
     x = jnp.where(both, unit * (own_gaps[0] - own_gaps[1]) - shift, 0.0)
     weight = jnp.where(here[1], jnp.exp(unit * own_gaps[1]), 0.0)
     alone = jnp.exp(unit * own_gaps[0] - shift)
-    # Where the rollout's weight is small beside the policy's it may underflow: a difference of the two, as in the sweep.
+    # The rollout's weight may underflow where the policy's does not: a difference of the two, as in the sweep.
     far = here[0] & (~here[1] | (x > 1.0))
     own = jnp.where(far, alone - weight * (1.0 + x), weight * expm1_minus_identity(jnp.minimum(x, 1.0)))
     biased = policy_bias is not None or rollout_bias is not None
-    return DivergencePartial(
+    part = DivergencePartial(
         policy=policy,
         rollout=rollout,
         shift=shift,
@@ -179,6 +181,7 @@ def divergence_statistics(
         moment=factor * out[9] + weight * x,
         lost=factor * out[10] + jnp.where(here[0], 0.0, kept_lost(weight, here[1])) if biased else None,
     )
+    return part, logits
 
 
 def divergence_tv(
@@ -191,8 +194,7 @@ def divergence_tv(
     rollout_bias: Float[Array, " V"] | None,
     support: UInt8[Array, "N V8"] | None,
     tokens: Int[Array, " N"],
-    policy_token_logit: Float[Array, " N"],
-    rollout_token_logit: Float[Array, " N"],
+    token_logits: tuple[Float[Array, " N"], Float[Array, " N"]],
     policy_top: Float[Array, " N"],
     policy_log_total: Float[Array, " N"],
     rollout_top: Float[Array, " N"],
@@ -226,9 +228,9 @@ def divergence_tv(
     }
     out = _sweep(tv_kernel, policies, rows, 1, "divergence_tv", (SUBLANES,), units, interpret, chip, blocks)[0]
     local = _local(tokens, policy_head.shape[0])
-    gaps = [z - top for z, top in zip((policy_token_logit, rollout_token_logit), tops, strict=True)]
+    gaps = [z - top for z, top in zip(token_logits, tops, strict=True)]
     p, q = jnp.exp(unit * gaps[0] - policy_log_total), jnp.exp(unit * gaps[1] - rollout_log_total)
-    both = (policy_token_logit != -jnp.inf) & (rollout_token_logit != -jnp.inf)
+    both = (token_logits[0] != -jnp.inf) & (token_logits[1] != -jnp.inf)
     d = jnp.where(both, unit * difference_of(*gaps) - normaliser, jnp.inf)
     own = jnp.where(jnp.abs(d) < _NEAR, q * jnp.abs(jnp.expm1(jnp.where(jnp.isinf(d), 0.0, d))), jnp.abs(p - q))
     return out + jnp.where(local, 0.5 * own, 0.0)

@@ -5,9 +5,10 @@ First sweep, with ``x = (z_θ - ref_θ) - (z_roll - ref_roll)``: beside each pol
 small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
 exponential. The policy's running reference is its top, the rollout's stands where ``x`` has a mean near 0: where it has
 not, as about both tops where a likely token of a flat policy has moved, the curvature is much more than KL, and a
-series exact to 6e-4 is not enough; nor is it for the first tile, where there are few. New references move both sums exactly; how far they stand apart is made of the last
-tile, and where a new top outweighs what was seen, they are both tops. The last ones stand at their tops, or one of them
-below. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
+series exact to 6e-4 is not enough: the first tile stands about both tops, so that where there are few the series is
+exact. New references move both sums exactly; how far they stand apart is made of the last tile, and where a new top
+outweighs what was seen, they are both tops. The last ones stand at their tops, or one of them below. Second sweep:
+``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
 as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
@@ -54,6 +55,7 @@ class Static(NamedTuple):
     layout: tuple[Operand, ...]
     group: int
     biased: bool
+    picks: bool
 
     @property
     def few_tiles(self) -> bool:
@@ -198,7 +200,7 @@ class _Sums(NamedTuple):
 
 
 def statistics_kernel(static: Static, *refs: Any) -> None:
-    """The first sweep: of each policy the rows of ``softmax_merge``, then the sums of both."""
+    """The first sweep: of each policy the rows of ``softmax_merge``, the sums of both, and their tokens' logits."""
     named, (out, state, held) = by_name(static.layout, refs)
     units, size = static.units, static.tiling.vocabulary
 
@@ -210,6 +212,8 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         state[8:SUMS] = jnp.zeros_like(state[8:SUMS])
         for i, value in enumerate((start.top, start.top, start.total, start.top), SUMS):
             state[i] = value
+        if static.picks:
+            state[STATE:] = jnp.zeros_like(state[STATE:])
 
     def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
         t_tile, r_tile = tiles
@@ -224,6 +228,7 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         rows = [jnp.zeros_like(t_max)] * 7  # as in plus
         if static.biased:
             rows[6] = kept_lost(rows[6], old.lost > 0)  # what was lost may weigh nothing beside a new top
+        picked = [jnp.zeros_like(t_max)] * 2
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
             own = is_token(tokens, first, start, CHUNK)
@@ -238,16 +243,23 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             curvature = _exact_curvature(w, v, x) if static.few_tiles else _curvature(w, v, x, vx)
             for i, value in enumerate((w, w * t_gap, v, v * r_gap, curvature, vx)):
                 rows[i] += jnp.sum(value, axis=0)
+            if static.picks:
+                picked = [a + jnp.sum(jnp.where(own, z, 0.0), axis=0) for a, z in zip(picked, (t, r), strict=True)]
             yield
         sums = old.about(t_max, r_top, units).plus(rows)
         for i, value in enumerate((*jax.tree.leaves(sums), t_max, r_max, *sums.outlook(t_max, r_max, units))):
             state[i, :, columns] = value
+        if static.picks:
+            for i, value in enumerate(picked, STATE):
+                state[i, :, columns] += value
 
     def finish() -> None:
         sums = _Sums.of([state[i] for i in range(SUMS)])
         rows = sums.merged(state[SUMS], state[SUMS + 1], units)
         if static.biased:
             rows[-1] = kept_lost(rows[-1], jnp.max(sums.lost, axis=0, keepdims=True) > 0)
+        if static.picks:
+            rows += [jnp.sum(state[i], axis=0, keepdims=True) for i in (STATE, STATE + 1)]
         for i, value in enumerate(rows):
             out[i : i + 1, :] = value
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._head import Head, Scaling
+from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._partials import AxisName, divergence_of_sums, merge_divergence, sum_over
 from trm_jax.ops._support import in_support
 from trm_jax.ops._tiles import Units
@@ -39,18 +40,22 @@ def vocab_divergence_swept(
     Over ``axis`` travel 56 bytes a token, 4 more with the total variation and 4 more with a bias.
     """
     vocabulary, units = policy_head.weight.shape[0], Units(scaling.temperature, scaling.soft_cap)
-    policy_logit, rollout_logit = (
-        token_logits(hidden, head, tokens, None, units)
-        for hidden, head in ((policy_hidden, policy_head), (rollout_hidden, rollout_head))
-    )
-    if support is not None:
-        legal = in_support(support, jnp.clip(tokens, 0, vocabulary - 1))
-        policy_logit, rollout_logit = (jnp.where(legal, z, -jnp.inf) for z in (policy_logit, rollout_logit))
+    logits = None
+    # The rows of a head that lies turned are not to be had without a copy of it.
+    if not (lies_turned(policy_head.weight) or lies_turned(rollout_head.weight)):
+        policy_logit, rollout_logit = (
+            token_logits(hidden, head, tokens, None, units)
+            for hidden, head in ((policy_hidden, policy_head), (rollout_hidden, rollout_head))
+        )
+        if support is not None:
+            legal = in_support(support, jnp.clip(tokens, 0, vocabulary - 1))
+            policy_logit, rollout_logit = (jnp.where(legal, z, -jnp.inf) for z in (policy_logit, rollout_logit))
+        logits = policy_logit, rollout_logit
 
     operands = (
         *(policy_hidden, policy_head.weight, policy_head.bias),
         *(rollout_hidden, rollout_head.weight, rollout_head.scale, rollout_head.bias),
-        *(support, tokens, policy_logit, rollout_logit),
+        *(support, tokens),
     )
     options: dict[str, Any] = {
         "temperature": scaling.temperature,
@@ -58,9 +63,11 @@ def vocab_divergence_swept(
         "interpret": interpret,
         "blocks": (128, 128) if interpret else None,
     }
-    part = divergence_statistics(*operands, **options)
-    policy_gap = token_gap(policy_logit, part.policy, tokens, vocabulary, units.unit)
-    rollout_gap = token_gap(rollout_logit, part.rollout, tokens, vocabulary, units.unit)
+    part, logits = divergence_statistics(*operands, logits, **options)
+    policy_gap, rollout_gap = (
+        token_gap(logit, side, tokens, vocabulary, units.unit)
+        for logit, side in zip(logits, (part.policy, part.rollout), strict=True)
+    )
     whole, policy_logps, rollout_logps = merge_divergence(part, policy_gap, rollout_gap, units.unit, axis)
     difference, kl = divergence_of_sums(whole)
     tv = None
@@ -69,7 +76,7 @@ def vocab_divergence_swept(
         reference = whole.policy.top + whole.shift / units.unit
         moved_by = jnp.where(jnp.isneginf(reference), 0.0, units.unit * (reference - whole.policy.top))
         rows = (reference, whole.policy.log_total - moved_by, whole.rollout.top, whole.rollout.log_total)
-        tv = sum_over(axis, divergence_tv(*operands, *rows, (whole.shift - moved_by) + difference, **options))
+        tv = sum_over(axis, divergence_tv(*operands, logits, *rows, (whole.shift - moved_by) + difference, **options))
         tv = jnp.where(jnp.isnan(difference), jnp.nan, jnp.clip(tv, 0.0, 1.0))
     return VocabDivergence(
         policy_logps=policy_logps,
