@@ -334,3 +334,28 @@ def test_far_apart_policies() -> None:
     assert want["token_kl"].max() > 10
     np.testing.assert_allclose(got["token_kl"], want["token_kl"], rtol=1e-3, atol=2e-5)
     np.testing.assert_allclose(got["token_tv"], want["token_tv"], rtol=1e-3, atol=2e-6)
+
+
+def test_what_the_kernel_picks_out_is_what_it_is_given() -> None:
+    """Tokens of several tiles, outside the support, banned by one bias, in another shard; a rollout head of int8."""
+    rng = np.random.default_rng(5)
+    hidden, other = (jnp.asarray(rng.normal(size=(12, 9)), jnp.float32) for _ in range(2))
+    head = jnp.asarray(rng.normal(size=(300, 9)), jnp.float32)
+    int8, scale = jnp.asarray(rng.integers(-127, 128, (300, 9)), jnp.int8), jnp.asarray(rng.uniform(0.01, 0.02, 300))
+    bias = jnp.zeros(300).at[jnp.array([3, 131])].set(-jnp.inf)
+    tokens = jnp.array([0, 3, 7, 127, 128, 131, 256, 299, 40, 41, -1, 300], jnp.int32)
+    support = np.ones((12, 304), np.uint8)
+    support[8, 40] = 0
+    operands = (hidden, head, bias, other, int8, scale.astype(jnp.float32), None)
+    operands += (jnp.packbits(support, axis=1, bitorder="little"), tokens)
+    z = np.asarray(hidden @ head.T + bias), np.asarray((other @ int8.astype(jnp.float32).T) * scale)
+    local, rows = slice(0, 10), np.arange(10)
+    want = [np.where(support[:10, tokens[local]][rows, rows], x[rows, tokens[local]], -np.inf) for x in z]
+    static = dict(temperature=0.5, interpret=True, blocks=(128, 128))
+    part, picked = divergence_statistics(*operands, None, **static)
+    for side, expected in zip(picked, want, strict=True):
+        np.testing.assert_allclose(side[local], expected, rtol=1e-5, atol=1e-5)
+    given = [jnp.pad(jnp.asarray(x, jnp.float32), (0, 2)) for x in want]
+    other_part, back = divergence_statistics(*operands, tuple(given), **static)
+    assert all(a is b for a, b in zip(back, given, strict=True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), part, other_part)

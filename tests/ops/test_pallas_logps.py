@@ -217,3 +217,19 @@ def test_nearly_deterministic_token_keeps_its_digits() -> None:
 def test_tpu_interpreter() -> None:
     """The other interpreter models TPU memory: blocks that were never written hold NaN."""
     check(random_operands(3, 6, 140), interpret=pltpu.InterpretParams())
+
+
+def test_what_the_kernel_picks_out_is_what_it_is_given() -> None:
+    """Tokens of several tiles, without a place in the softmax, and in another shard."""
+    rng = np.random.default_rng(5)
+    hidden, head = (jnp.asarray(rng.normal(size=(k, 9)), jnp.float32) for k in (8, 300))
+    bias = jnp.zeros(300).at[131].set(-jnp.inf)
+    tokens = jnp.array([0, 127, 128, 131, 256, 299, -1, 300], jnp.int32)
+    static = dict(temperature=0.5, logit_soft_cap=5.0, interpret=True, blocks=(128, 128))
+    want = np.tanh((hidden @ head.T)[np.arange(6), tokens[:6]] / 5.0) + np.where(tokens[:6] == 131, -np.inf, 0.0)
+    part, picked = logps_statistics(hidden, head, bias, None, tokens, None, **static)
+    np.testing.assert_allclose(picked[:6], want, rtol=1e-5, atol=1e-6)
+    given = jnp.pad(jnp.asarray(want, jnp.float32), (0, 2))
+    other, back = logps_statistics(hidden, head, bias, None, tokens, given, **static)
+    assert back is given
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), part, other)
