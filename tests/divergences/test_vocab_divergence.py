@@ -320,6 +320,16 @@ def test_an_id_beyond_32_bits_is_not_wrapped_around(x64: bool) -> None:
             np.testing.assert_array_equal(np.isnan(out.policy_logps), [True, True, False])
 
 
+@pytest.mark.usefixtures("without_run_time_types")
+def test_an_id_beyond_31_bits_is_no_token_without_the_checks_either() -> None:
+    """Cut to int32, the largest of uint32 is -1, which an index counts from the end."""
+    logits, ids = jnp.zeros((3, 5)), jnp.array([2**32 - 1, 2**31 + 3, 3], jnp.uint32)
+    one = divergences.softmax_statistics(logits, ids)
+    both = divergences.logits_divergence(logits, logits, ids, with_tv=False)
+    for logps in (one.logps, both.policy_logps, both.rollout_logps):
+        np.testing.assert_array_equal(np.isnan(logps), [True, True, False])
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

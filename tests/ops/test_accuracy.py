@@ -281,3 +281,69 @@ def test_a_token_that_the_rollouts_bias_practically_bans(form: dict[str, str | b
     out = ops.linear_vocab_divergence(hidden, head, hidden, head, np.arange(3), rollout_bias=bias, **form)
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
     np.testing.assert_allclose(out.token_kl, kl, rtol=1e-3)
+
+
+@both_forms
+def test_a_sampled_token_that_the_rollout_all_but_excludes(form: dict[str, str | bool], tool: ModuleType) -> None:
+    """It has 4% of the policy, and e^-62 to e^-140 of that of the rollout: the row counts it whichever token it has."""
+    excluded, other = 5, 9
+    policy = np.random.default_rng(0).normal(size=(12, 512)).astype(np.float32)
+    policy[:, 301:] = -20.0
+    mass = np.exp(np.delete(policy, excluded, axis=1).astype(float)).sum(-1)
+    policy[:, excluded] = np.log(0.04 / 0.96 * mass)
+    rollout = policy.copy()
+    rollout[:, excluded] -= np.tile(np.float32([62, 80, 140]), 4)
+    check_rows(policy, rollout, np.repeat([excluded, other], 6), *tool.exact(policy, rollout), form)
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [pytest.param(128, marks=pytest.mark.slow), 512, pytest.param(2048, marks=pytest.mark.slow)]
+)
+def test_one_token_that_moves_among_few(vocabulary: int, tool: ModuleType) -> None:
+    """The kernel's first tile, whose references stand at the tops, is then much or all of the vocabulary."""
+    moves = np.array([0.05, 0.07, 0.08, 0.09, 0.1, 0.12, 0.15, 0.2, 0.3, -0.05, -0.1, -0.3])
+    rollout = np.zeros((12, vocabulary), np.float32)
+    policy = rollout.copy()
+    policy[:, 3] += moves
+    kl, tv = tool.exact(policy, rollout)
+    unit = np.eye(12, dtype=np.float32)
+    out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.full(12, vocabulary - 1), **KERNELS)
+    assert kl.min() > 4e-7
+    np.testing.assert_allclose(out.token_kl, kl, rtol=1e-3)
+    np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
+
+
+@both_forms
+def test_an_entropy_is_never_negative(form: dict[str, str | bool]) -> None:
+    """One token has all mass but e^-30: the kernel's reference may lie below it, by as much as the mean gap is."""
+    rng, rows = np.random.default_rng(10), np.arange(12)
+    rollout = rng.normal(size=(12, 512)).astype(np.float32)
+    policy = rollout.copy()
+    policy[rows, rng.integers(0, 512, 12)] += np.linspace(40, 80, 12, dtype=np.float32)
+    unit, tokens = np.eye(12, dtype=np.float32), np.where(rows % 2, policy.argmax(-1), 7)
+    out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, tokens, **form)
+    assert np.all((out.policy_entropy >= 0) & (out.policy_entropy < 1e-6)), out.policy_entropy
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param({"implementation": "reference"}, marks=pytest.mark.slow),
+        {"implementation": "chunked"},
+        {"implementation": "chunked", **ON_A_MESH},
+        KERNELS,
+        pytest.param({**KERNELS, **ON_A_MESH}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_token_that_the_policys_bias_practically_bans(form: dict[str, Any], tool: ModuleType) -> None:
+    """Its mass is all of TV, and what the normaliser loses: less than the rounding of its own log-ratio, the ban."""
+    banned, logits = 17, (2 * np.random.default_rng(0).normal(size=(1, 1000))).astype(np.float32)
+    logits[0, banned] = np.log(0.0256 / 0.9744 * np.exp(np.delete(logits[0], banned).astype(float)).sum())
+    unit, head, token = np.eye(1, dtype=np.float32), logits.T.copy(), np.array([3])
+    for ban in (-1e4, -1e6, -1e8, -1e10):
+        bias = np.where(np.arange(1000) == banned, ban, 0.0).astype(np.float32)
+        kl, tv = tool.exact(logits + bias, logits)
+        np.testing.assert_allclose(tv, 0.0256, rtol=1e-6)
+        out = ops.linear_vocab_divergence(unit, head, unit, head, token, policy_bias=bias, **form)
+        np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3, err_msg=str(ban))
+        np.testing.assert_allclose(out.token_kl, kl, rtol=1e-5, err_msg=str(ban))
