@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ __all__ = [
     "finish_logits",
     "head_logits",
     "legal_tokens",
+    "product_dtype",
     "product_precision",
 ]
 
@@ -176,9 +177,18 @@ def product_precision(*operands: AnyArray) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
 
+def product_dtype(*operands: Any) -> jnp.dtype:
+    """What the operands of a product are cast to: the widest type of those that are no integers (int8 fits bfloat16).
+
+    Nothing is promoted, which ``jax.numpy_dtype_promotion("strict")`` forbids.
+    """
+    floats = [jnp.dtype(x.dtype) for x in operands if not jnp.issubdtype(x.dtype, jnp.integer)]
+    return max(floats, key=lambda dtype: dtype.itemsize)
+
+
 def _product(hidden: Array, weight: Array) -> Array:
     """``hidden · weightᵀ``, accumulated in float32 whatever the dtype of the operands."""
-    dtype = hidden.dtype if weight.dtype == jnp.int8 else jnp.promote_types(hidden.dtype, weight.dtype)
+    dtype = product_dtype(hidden, weight)
     return jax.lax.dot_general(
         hidden.astype(dtype),
         weight.astype(dtype),
