@@ -34,7 +34,8 @@ def linear_vocab_divergence_reference(
         if support is not None:
             allowed = unpack_support(support, logits[0].shape[1])
             logits = [jnp.where(allowed, z, -jnp.inf) for z in logits]
-        return logits_divergence(*logits, tokens, with_tv=with_tv, temperature=scaling.temperature)
+        out: VocabDivergence = logits_divergence(*logits, tokens, with_tv=with_tv, temperature=scaling.temperature)
+        return out
 
     out: VocabDivergence = as_one_step(
         divergence, (policy_hidden, rollout_hidden), (policy_head, rollout_head), tokens, support
