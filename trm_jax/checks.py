@@ -118,7 +118,8 @@ def number(name: str, value: Any) -> float:
     TypeError: tis_cap must be a number, given '2'
     """
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or jnp.shape(value) != ():
-        raise TypeError(f"{name} must be a number, given {value!r}")
+        given = f"an array of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+        raise TypeError(f"{name} must be a number, given {given}")
     return float(value)
 
 
@@ -188,18 +189,27 @@ def static(**numbers: Any) -> None:
             )
 
 
-def static_temperature(temperature: Any) -> float:
+def static_temperature(temperature: Any, *, rows: str = "each row of the logits") -> float:
     """A temperature that divides logits, as a Python float.
+
+    Args:
+      temperature: as the user gave it.
+      rows: what he can divide instead where every row has its own.
 
     Raises:
       ValueError: below 1e-6, where quotients leave float32, infinite or NaN.
-      TypeError: on a traced value or what is no number.
+      TypeError: on a traced value, one for each row or what is no number.
 
     >>> static_temperature(0.0)
     Traceback (most recent call last):
       ...
     ValueError: temperature must lie in [1e-06, inf), given 0.0: pass 1.0 for the log-probs of greedy samples
     """
+    if given := getattr(temperature, "shape", ()):
+        raise TypeError(
+            f"temperature must be one number for all rows, given an array of shape {list(given)}: call once for each "
+            f"temperature, or divide {rows} by its own"
+        )
     static(temperature=temperature)
     value = number("temperature", temperature)
     if not _MIN_TEMPERATURE <= value < math.inf:

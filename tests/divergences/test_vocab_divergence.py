@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trm_jax import divergences
+from trm_jax.types import VocabDivergence
 
 
 def oracle(policy_logits: np.ndarray, rollout_logits: np.ndarray) -> dict[str, np.ndarray]:
@@ -252,6 +254,46 @@ def test_an_id_outside_the_vocabulary_is_nan_in_any_integer_type() -> None:
     for dtype in (np.int8, np.int16, np.int32):
         out = divergences.vocab_divergence(logits, logits, np.array([1, -3, 100], dtype))
         np.testing.assert_array_equal(np.isnan(out.policy_logps), [False, True, False])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.uint32, np.int32])
+def test_the_token_s_logit_alone_decides_its_log_prob(dtype: type) -> None:
+    """Outside: NaN without a slope, as the row's NaN is; of a token that the policy has not, ``-inf``."""
+    logits = np.zeros((4, 5), np.float32)
+    logits[1, 4], logits[2, 0] = -np.inf, np.nan
+    tokens = np.array([2, 4, 3, np.iinfo(dtype).max], dtype)
+
+    def total(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logps = inspect.unwrap(divergences.vocab_divergence)(z, jnp.zeros_like(z), tokens).policy_logps
+        return jnp.sum(jnp.where(np.arange(4) < 2, logps, 0.0)), logps
+
+    slopes, logps = jax.grad(total, has_aux=True)(jnp.asarray(logits))
+    np.testing.assert_allclose(logps, [-np.log(5), -np.inf, np.nan, np.nan], rtol=1e-6)
+    # 1 - 1/5 of the token, -1/5 of the others; of four tokens alike -1/4 and nothing for the one outside.
+    np.testing.assert_allclose(slopes[0], [-0.2, -0.2, 0.8, -0.2, -0.2], rtol=1e-5)
+    np.testing.assert_allclose(slopes[1], [-0.25] * 4 + [0.0], rtol=1e-5)
+    np.testing.assert_array_equal(slopes[2:], 0.0)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_logits_may_be_sharded_over_the_vocabulary(axis_type: AxisType) -> None:
+    """The values and slopes of one device, and no implicit promotion, however the axes are typed."""
+    rng = np.random.default_rng(0)
+    logits, other = rng.normal(size=(2, 4, 16)).astype(np.float32)
+    tokens = np.array([0, 15, 7, -1], np.int16)
+
+    def total(policy: jax.Array, rollout: jax.Array, tokens: jax.Array) -> tuple[jax.Array, VocabDivergence]:
+        out = divergences.vocab_divergence(policy, rollout, tokens, temperature=0.7)
+        return jnp.sum(jnp.where(tokens >= 0, out.policy_logps, 0.0) + out.token_kl + out.token_tv), out
+
+    run = jax.jit(jax.grad(total, (0, 1), has_aux=True))
+    want = run(logits, other, tokens)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    with jax.numpy_dtype_promotion("strict"):
+        found = run(jax.device_put(logits, whole), jax.device_put(other, whole), jax.device_put(tokens, rows))
+    # float32 sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, want)
 
 
 TIED = np.array([3.0, -1.0, 3.0, 0.5, 2.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -264,11 +265,18 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(out.entropy, [0.0900948], rtol=1e-5)
 
 
-def test_no_tokens() -> None:
-    for implementation in ("reference", "chunked", "pallas_tpu"):
-        options = {"implementation": implementation, "interpret": implementation == "pallas_tpu"}
-        out = ops.linear_logps(jnp.zeros((0, D)), jnp.zeros((V, D)), jnp.zeros(0, int), **options)
-        assert out.logps.shape == (0,)
+@pytest.mark.parametrize("implementation", ["reference", "chunked", "pallas_tpu"])
+@pytest.mark.parametrize("support", [None, np.zeros((0, -(-V // 8)), np.uint8)], ids=["whole", "support"])
+def test_no_tokens(implementation: Any, support: np.ndarray | None) -> None:
+    options = {"implementation": implementation, "interpret": implementation == "pallas_tpu", "support": support}
+    hidden, head, tokens = jnp.zeros((0, D)), jnp.ones((V, D)), jnp.zeros(0, int)
+    out = ops.linear_logps(hidden, head, tokens, **options)
+    apart = ops.linear_vocab_divergence(hidden, head, hidden, head, tokens, **options)
+    for values in jax.tree.leaves((out, apart)):
+        assert values.shape == (0,)
+    gradients = jax.grad(lambda h, w: jnp.sum(ops.linear_logps(h, w, tokens, **options).logps), (0, 1))(hidden, head)
+    for gradient, operand in zip(gradients, (hidden, head), strict=True):
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(operand))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])

@@ -18,6 +18,11 @@ OPTIONS = {
     "bias": {"bias": True},
     "all": {"logit_soft_cap": 4.0, "bias": True, "temperature": 0.7, "support": True},
 }
+STRICT_FORMS: list[Any] = [
+    pytest.param({"implementation": "reference"}, id="reference"),
+    pytest.param({"implementation": "chunked", "chunk_size": 4}, id="chunked"),
+    pytest.param({"implementation": "pallas_tpu", "interpret": True}, id="pallas_tpu", marks=pytest.mark.slow),
+]
 
 
 def raw_logits(hidden: np.ndarray, head: np.ndarray, bias: np.ndarray | None, cap: float | None) -> np.ndarray:
@@ -261,3 +266,40 @@ def test_an_int8_head_is_widened_by_blocks() -> None:
     log_q = log_softmax(hidden.astype(float) @ (int8 * scale[:, None].astype(float)).T)
     np.testing.assert_allclose(out.rollout_logps, log_q[np.arange(n), tokens], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(out.token_kl, 0.0, atol=1e-9)  # the same head but for the rounding of int8 · scale
+
+
+@pytest.mark.parametrize("form", STRICT_FORMS)
+@pytest.mark.parametrize(
+    ("of_hidden", "of_head"),
+    [
+        ("bfloat16", "float32"),
+        pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_no_type_is_promoted_implicitly(
+    form: dict[str, Any], of_hidden: str, of_head: str, operands: Callable[..., dict[str, Any]]
+) -> None:
+    """The same with every option where JAX forbids it, bit for bit."""
+    given = operands(8, D, V)
+    options = {"support": given["support"], "logit_soft_cap": 6.0, "temperature": 0.7, **form}
+
+    def total(hidden: jax.Array, head: jax.Array, bias: jax.Array) -> Any:
+        out = ops.linear_logps(hidden, head, given["tokens"], bias=bias, **options)
+        return jnp.sum(out.logps + out.entropy), out
+
+    def run() -> Any:
+        hidden, head = jnp.asarray(given["hidden"], of_hidden), jnp.asarray(given["head"], of_head)
+        whole = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(hidden, head, given["bias"])
+        biases = {"policy_bias": given["bias"], "rollout_bias": given["rollout_bias"]}
+        return whole, [
+            ops.linear_vocab_divergence(hidden, head, given["rollout_hidden"], *rollout, **biases, **options, **scaled)
+            for rollout, scaled in (
+                ((head, given["tokens"]), {}),
+                ((given["int8_head"], given["tokens"]), {"rollout_head_scale": given["scale"]}),
+            )
+        ]
+
+    with jax.numpy_dtype_promotion("strict"):
+        found = run()
+    jax.tree.map(np.testing.assert_array_equal, found, run())

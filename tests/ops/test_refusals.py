@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from trm_jax import ops
@@ -41,6 +42,7 @@ def divergence(**changes: Any) -> Any:
 
 
 def test_what_these_tests_change_is_accepted() -> None:
+    assert logps(head=nnx.Param(jnp.asarray(HEAD))).logps.shape == (N,)
     one = jax.eval_shape(lambda: logps(support=BITS, bias=SCALE))
     heads = {"policy_bias": SCALE, "rollout_head": INT8, "rollout_head_scale": SCALE}
     both = jax.eval_shape(lambda: divergence(support=BITS, **heads))
@@ -74,6 +76,8 @@ def test_shapes(change: dict[str, Any], words: str) -> None:
         ({"hidden": None}, "hidden must be an array, given None"),
         ({"head": None}, "head must be an array, given None"),
         ({"tokens": None}, "tokens must be an array, given None"),
+        ({"head": {"kernel": HEAD}}, "head must be an array, given dict: pass the [V, D] matrix (kernel.T of a Dense"),
+        ({"head": nnx.Linear(D, V, rngs=nnx.Rngs(0))}, "head must be an array, given Linear: pass the [V, D] matrix"),
         ({"hidden": HIDDEN.tolist()}, "hidden must be an array, given a list: pass jax.numpy.asarray(hidden)"),
         ({"support": BITS > 0}, "support must be uint8 bits, given bool: pack it with numpy.packbits, little-endian"),
         ({"tokens": HIDDEN[:, 0]}, "tokens must be integers, given dtype float32: pass token ids"),
@@ -127,8 +131,15 @@ def test_operands_of_two_policies(error: type[Exception], change: dict[str, Any]
     [
         (ValueError, {"temperature": 0.0}, "temperature must lie in [1e-06, inf), given 0.0"),
         (ValueError, {"temperature": np.inf}, "temperature must lie in [1e-06, inf), given inf"),
+        (
+            TypeError,
+            {"temperature": np.ones(N)},
+            "temperature must be one number for all rows, given an array of shape [5]: call once for each temperature, "
+            "or divide each row of hidden (where there is no bias and no cap) by its own",
+        ),
         (TypeError, {"temperature": "0.7"}, "temperature must be a number, given '0.7'"),
-        (ValueError, {"logit_soft_cap": 0.0}, "logit_soft_cap must lie in (0, inf), given 0.0"),
+        (ValueError, {"logit_soft_cap": 0.0}, "logit_soft_cap must lie in (0, inf), given 0.0: pass None for no cap"),
+        (ValueError, {"logit_soft_cap": -1}, "logit_soft_cap must lie in (0, inf), given -1.0: pass None for no cap"),
         (ValueError, {"chunk_size": 0}, "chunk_size must lie in [1, inf], given 0"),
         (TypeError, {"chunk_size": 2.5}, "chunk_size must be an integer, given 2.5: pass the number of tokens"),
         (TypeError, {"chunk_size": True}, "chunk_size must be an integer, given True: pass the number of tokens"),
@@ -160,7 +171,7 @@ def test_traced_numbers(call: Callable[..., Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("error", "axes", "words"),
     [
-        (ValueError, {"vocab_axis": "tensor"}, "are axes of a mesh, given mesh=None: pass the mesh too, or leave them"),
+        (ValueError, {"vocab_axis": "tensor"}, "are axes of a mesh, given mesh=None: pass the mesh too, call inside"),
         (
             TypeError,
             {"mesh": "tensor", "vocab_axis": "tensor"},

@@ -209,6 +209,25 @@ def test_axes_of_any_type(
             assert jax.typeof(gradient).sharding.spec == jax.typeof(operand).sharding.spec
 
 
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_axes_without_a_mesh_are_the_context_s(
+    axis_type: AxisType, compiled: bool, operands: Callable[..., dict[str, Any]]
+) -> None:
+    given = operands(16, 8, 24)
+    args = tuple(given[name] for name in ("hidden", "head", "tokens"))
+
+    def logps(*args: jax.Array, **options: Any) -> jax.Array:
+        return ops.linear_logps(*args, **options).logps
+
+    run = functools.partial(logps, vocab_axis="tensor", token_axis="data")
+    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+        found = (jax.jit(run) if compiled else run)(*args)
+        traced = str(jax.make_jaxpr(run)(*args))
+    np.testing.assert_allclose(found, logps(*args), rtol=1e-5, atol=1e-5)  # float32 sums in another order
+    assert "shard_map" in traced
+
+
 @pytest.mark.parametrize(
     ("of_tokens", "of_head", "travels"),
     [

@@ -51,11 +51,15 @@ class Softmax(NamedTuple):
 
 
 def take_token(values: Array, tokens: Array) -> Array:
-    """``values[..., tokens]`` along the last axis; NaN (True) for an id outside it, a negative one too."""
+    """``values[..., tokens]`` along the last axis; NaN for an id outside it, a negative one too.
+
+    A masked sum: a gather does not say how its result is sharded where the axis is.
+    """
     tokens = tokens.astype(jnp.int32) if tokens.dtype.itemsize < 4 else tokens  # or the size would wrap around
-    size = values.shape[-1]
-    legal = jnp.where((tokens < 0) | (tokens >= size), size, tokens)  # the size is filled, not wrapped around
-    return jnp.take_along_axis(values, legal[..., None].astype(jnp.int32), axis=-1)[..., 0]
+    legal = (tokens >= 0) & (tokens < values.shape[-1])
+    ids = jnp.where(legal, tokens, 0).astype(jnp.int32)[..., None]
+    hit = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1) == ids
+    return jnp.where(legal, jnp.sum(jnp.where(hit, values, 0.0), axis=-1), jnp.nan)
 
 
 def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *, temperature: float = 1.0) -> Softmax:
@@ -88,7 +92,7 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *
     unnormalised = jnp.exp(shifted)
     at_top = shifted == 0.0
     rest = jnp.sum(jnp.where(at_top, 0.0, unnormalised), axis=-1)
-    log_total = jnp.log1p(jnp.where(empty, 0.0, rest + (jnp.sum(at_top, axis=-1) - 1.0)))
+    log_total = jnp.log1p(jnp.where(empty, 0.0, rest + (jnp.sum(at_top, axis=-1, dtype=jnp.float32) - 1.0)))
     total = jnp.exp(log_total)
     moment = jnp.sum(jnp.where(unnormalised > 0, unnormalised * shifted, 0.0 * unnormalised), axis=-1)
     entropy = log_total - moment / total

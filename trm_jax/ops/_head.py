@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-from trm_jax.checks import in_range, required, shape_of, static, static_temperature, token_ids
+from trm_jax.checks import in_range, number, required, shape_of, static, static_temperature, token_ids
 from trm_jax.numerics import AnyArray, absent_values
 from trm_jax.ops._axis_types import as_varying
 
@@ -22,6 +23,7 @@ __all__ = [
     "finish_logits",
     "head_logits",
     "legal_tokens",
+    "product_dtype",
     "product_precision",
 ]
 
@@ -64,10 +66,15 @@ def check_operands(
 
     Raises:
       ValueError: naming what was given and what is required.
-      TypeError: a list or None for an array, another type than float32 or bfloat16 (an int8 head apart), an integer
-        head without its scale, or a scale without an integer head.
+      TypeError: a list, a layer or None for an array, another type than float32 or bfloat16 (an int8 head apart), an
+        integer head without its scale, or a scale without an integer head.
     """
     required(**{f"{role}hidden": hidden, f"{role}head": head, "tokens": tokens})
+    if not isinstance(head, (list, tuple)) and not (hasattr(head, "shape") and hasattr(head, "dtype")):
+        raise TypeError(
+            f"{role}head must be an array, given {type(head).__name__}: pass the [V, D] matrix (kernel.T of a Dense "
+            "layer, the embedding where it is tied)"
+        )
     of_hidden, of_head = shape_of(f"{role}hidden", hidden), shape_of(f"{role}head", head)
     if len(of_hidden) != 2 or len(of_head) != 2 or of_hidden[1] != of_head[1]:
         raise ValueError(
@@ -162,8 +169,9 @@ def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: 
       TypeError: one of them traced, or a chunk of a fraction of tokens.
     """
     static(logit_soft_cap=logit_soft_cap, chunk_size=chunk_size)
-    divisor = static_temperature(temperature)
-    in_range("logit_soft_cap", logit_soft_cap, low=0.0, low_open=True, high_open=True)
+    divisor = static_temperature(temperature, rows="each row of hidden (where there is no bias and no cap)")
+    if logit_soft_cap is not None and not 0 < (cap := number("logit_soft_cap", logit_soft_cap)) < math.inf:
+        raise ValueError(f"logit_soft_cap must lie in (0, inf), given {cap!r}: pass None for no cap")
     if chunk_size is not None and (isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__")):
         raise TypeError(f"chunk_size must be an integer, given {chunk_size!r}: pass the number of tokens of a chunk")
     in_range("chunk_size", chunk_size, low=1)
@@ -176,9 +184,18 @@ def product_precision(*operands: AnyArray) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
 
+def product_dtype(*operands: Any) -> jnp.dtype:
+    """What the operands of a product are cast to: the widest type of those that are no integers (int8 fits bfloat16).
+
+    Nothing is promoted, which ``jax.numpy_dtype_promotion("strict")`` forbids.
+    """
+    floats = [jnp.dtype(x.dtype) for x in operands if not jnp.issubdtype(x.dtype, jnp.integer)]
+    return max(floats, key=lambda dtype: dtype.itemsize)
+
+
 def _product(hidden: Array, weight: Array) -> Array:
     """``hidden · weightᵀ``, accumulated in float32 whatever the dtype of the operands."""
-    dtype = hidden.dtype if weight.dtype == jnp.int8 else jnp.promote_types(hidden.dtype, weight.dtype)
+    dtype = product_dtype(hidden, weight)
     return jax.lax.dot_general(
         hidden.astype(dtype),
         weight.astype(dtype),

@@ -70,7 +70,7 @@ def _names(axis: AxisName) -> tuple[str, ...]:
 
 
 def layout_of(mesh: Any, vocab_axis: Any, token_axis: Any) -> Layout | None:
-    """The checked layout; None without a mesh.
+    """The checked layout; None without a mesh. Axes without one are those of the context's (``jax.set_mesh``).
 
     Raises:
       TypeError: something else than a mesh, or than the names of its axes.
@@ -78,12 +78,14 @@ def layout_of(mesh: Any, vocab_axis: Any, token_axis: Any) -> Layout | None:
         surrounding ``shard_map`` has split, or another mesh than its.
     """
     if mesh is None:
-        if vocab_axis is not None or token_axis is not None:
+        if vocab_axis is None and token_axis is None:
+            return None
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
             raise ValueError(
                 f"vocab_axis={vocab_axis!r} and token_axis={token_axis!r} are axes of a mesh, given mesh=None: "
-                "pass the mesh too, or leave them out"
+                "pass the mesh too, call inside jax.set_mesh, or leave them out"
             )
-        return None
     if not isinstance(mesh, AnyMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, given {mesh!r}: make one with jax.make_mesh")
     if vocab_axis is None or vocab_axis == ():

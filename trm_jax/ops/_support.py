@@ -11,6 +11,8 @@ __all__ = ["in_support", "shard_support", "support_at", "unpack_support"]
 
 def unpack_support(support: UInt8[Array, "N V8"], vocabulary: int) -> Bool[Array, "N V"]:
     """Whether each token is in each row's support."""
+    if support.shape[0] == 0:  # which jnp.unpackbits divides by
+        return jnp.zeros((0, vocabulary), bool)
     bits: Array = jnp.unpackbits(support, axis=1, count=vocabulary, bitorder="little")
     return bits.astype(bool)
 

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from trm_jax.ops._head import product_dtype
+
 __all__ = [
     *("CHUNK", "LANES", "MASKED", "SUBLANES", "UNSEEN", "Units", "fold_rows", "is_token", "logit_tile", "product"),
 ]
@@ -49,9 +51,7 @@ class Units(NamedTuple):
 
 def product(left: Array, right: Array, contract: tuple[int, int]) -> Array:
     """Matrix product summed in float32: exact for float32 operands, one pass of the matrix unit for bfloat16."""
-    dtype = jnp.promote_types(left.dtype, right.dtype)
-    if jnp.issubdtype(left.dtype, jnp.integer) or jnp.issubdtype(right.dtype, jnp.integer):
-        dtype = right.dtype if jnp.issubdtype(left.dtype, jnp.integer) else left.dtype  # int8 fits bfloat16
+    dtype = product_dtype(left, right)
     return jax.lax.dot_general(
         left.astype(dtype),
         right.astype(dtype),

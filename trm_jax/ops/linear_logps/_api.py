@@ -45,16 +45,19 @@ def linear_logps(
 
     With a mesh, each device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token
     forward; backward the sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head
-    gradient's sum over ``token_axis`` that data parallelism always needs. The head never moves. Without one, operands
-    whose types say over which (explicit) axes their rows are sharded are treated alike. Others the compiler shards as
-    it sees fit: the chunked form then sums over devices chunk by chunk, the hidden states' gradient too, so that a
-    head sharded over the vocabulary wants ``mesh``. Inside a caller's own ``shard_map`` operands are local; one that
-    is the same along an axis along which others differ gets the sum of its gradients.
+    gradient's sum over ``token_axis`` that data parallelism always needs. A head sharded over the vocabulary alone
+    never moves; one whose D is sharded too (FSDP) is gathered over that axis, as for any product, and its gradient
+    summed whole. Without a mesh, operands whose types say over which (explicit) axes their rows are sharded are treated
+    alike. Others the compiler shards as it sees fit: the chunked form then sums over devices chunk by chunk, the hidden
+    states' gradient too, so that a head sharded over the vocabulary wants ``mesh``. Inside a caller's own ``shard_map``
+    operands are local; one that is the same along an axis along which others differ gets the sum of its gradients.
 
     Args:
       hidden: ``[N, D]`` final hidden states, float32 or bfloat16.
-      head: ``[V, D]`` row-major, float32 or bfloat16, as Hugging Face stores ``lm_head`` and tied embeddings.
-      tokens: ``[N]`` ids in ``[0, V)``; another id, as padding has, gets a NaN log-prob and no gradient of it.
+      head: ``[V, D]`` row-major, float32 or bfloat16, as Hugging Face stores ``lm_head`` and tied embeddings. A
+        ``[D, V]`` kernel is refused by its shape, but for ``V = D``, where nothing tells it from its transpose.
+      tokens: ``[N]`` ids in ``[0, V)``; another id, as padding has (-1, say), gets a NaN log-prob and no gradient of
+        it: mask with ``jnp.where(mask, logps, 0)``, since ``logps * mask`` stays NaN.
       temperature: at least 1e-6, static.
       logit_soft_cap: positive, static; None for none.
       bias: ``[V]`` float32 or bfloat16, added to the logits before the cap; ``-inf`` takes a token (a padding row of
@@ -69,7 +72,8 @@ def linear_logps(
         raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
       mesh: the devices to run on, with axes of any type; operands may lie on them in any way. An abstract mesh wants
-        ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh.
+        ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh. None with a
+        ``vocab_axis``: that of ``jax.set_mesh``.
       vocab_axis: mesh axis of the rows of the head; needed with a mesh. It need not divide V, but a head that it does
         not divide is copied, and its gradient gathered.
       token_axis: mesh axis of the tokens; None where every device holds all of them.

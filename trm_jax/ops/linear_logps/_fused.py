@@ -13,6 +13,7 @@ from trm_jax.ops._axis_types import as_varying, varying
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._partials import AxisName, SoftmaxPartial, TokenGap, merge_softmax, sum_over
+from trm_jax.ops._remat import as_one_step
 from trm_jax.ops._sharding import Layout, Shard, over_shards
 from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
@@ -173,7 +174,7 @@ def _linear_logps_fwd(
 ) -> tuple[LinearLogps, _Residuals]:
     if plan.implementation == "pallas_tpu":
         hidden, head = _once_differentiable((hidden, head))
-    out = _forward(plan, hidden, head, tokens, support)
+    out: LinearLogps = as_one_step(functools.partial(_forward, plan), hidden, head, tokens, support)
     return out, (hidden, head, tokens, support, out)
 
 

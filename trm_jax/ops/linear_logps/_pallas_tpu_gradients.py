@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt8
 
+from trm_jax.ops._head import product_dtype
 from trm_jax.ops._operands import Operand, Operands, Tiling, add_policy, by_name, lies_turned
 from trm_jax.ops._tiles import LANES, SUBLANES, Units, logit_tile, product
 from trm_jax.ops._vmem import chip_of
@@ -85,7 +86,7 @@ def _hidden_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
         ids = columns[:, len(_ROWS) : len(_ROWS) + 1].astype(jnp.int32)
         dz = static.logit_gradient(named, params, ids, j * static.tiling.vocabulary, ragged=ragged, on_lanes=False)
         head, hidden = named["head"], named["hidden"]
-        dz = dz.astype(jnp.promote_types(hidden.dtype, head.dtype))
+        dz = dz.astype(product_dtype(hidden, head))
         for place in head.parts:
             rows = head.part(place)
             if ragged:
@@ -127,7 +128,7 @@ def _head_kernel(static: _Static, kinds: Any, *refs: Any) -> None:
         active = params("active")
         if dirty and not hidden.turned:
             active = jnp.broadcast_to(active, (LANES, rows.shape[1])).T[:, :1]
-        narrow = dz.astype(jnp.promote_types(hidden.dtype, head.dtype))
+        narrow = dz.astype(product_dtype(hidden, head))
         for place in hidden.parts:
             part = hidden.part(place)
             if dirty:

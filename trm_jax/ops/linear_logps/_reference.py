@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._head import Head, Scaling, head_logits
+from trm_jax.ops._remat import as_one_step
 from trm_jax.ops._support import unpack_support
 from trm_jax.ops.linear_logps._types import LinearLogps
 
@@ -36,7 +37,8 @@ _Residuals = tuple[Array, Head, Array, Array | None]
 def _forward(
     hidden: Array, head: Head, tokens: Array, support: Array | None, scaling: Scaling
 ) -> tuple[LinearLogps, _Residuals]:
-    return _logps(hidden, head, tokens, support, scaling), (hidden, head, tokens, support)
+    out: LinearLogps = as_one_step(functools.partial(_logps, scaling=scaling), hidden, head, tokens, support)
+    return out, (hidden, head, tokens, support)
 
 
 def _backward(scaling: Scaling, residuals: _Residuals, cotangents: LinearLogps) -> tuple[Array, Head, None, None]:

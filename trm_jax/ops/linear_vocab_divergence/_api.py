@@ -50,17 +50,19 @@ def linear_vocab_divergence(
     whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%.
 
     With a mesh, each device holds its rows of the heads and its tokens, and what travels is 48 to 64 bytes a token of
-    statistics. Without one, operands whose types say over which (explicit) axes their rows are sharded are treated
-    alike; others the compiler shards as it sees fit.
+    statistics, for heads sharded over the vocabulary alone: one whose D is sharded too (FSDP) is gathered over that
+    axis, as for any product. Without a mesh, operands whose types say over which (explicit) axes their rows are sharded
+    are treated alike; others the compiler shards as it sees fit.
 
     Args:
       policy_hidden: ``[N, D]`` hidden states of the training model, float32 or bfloat16.
-      policy_head: ``[V, D]`` its head.
+      policy_head: ``[V, D]`` its head. A ``[D, V]`` kernel is refused by its shape, but for ``V = D``, where nothing
+        tells it from its transpose.
       rollout_hidden: ``[N, D]`` hidden states from which the engine sampled (another width is allowed).
       rollout_head: ``[V, D]`` the engine's head: float32, bfloat16, or int8 with its scale, which is then widened some
         thousand rows at a time.
-      tokens: ``[N]`` sampled ids in ``[0, V)``; another id, as padding has, gets NaN log-probs. Divergences do not
-        depend on the token.
+      tokens: ``[N]`` sampled ids in ``[0, V)``; another id, as padding has (-1, say), gets NaN log-probs: mask them
+        with ``jnp.where``, not by a product. Divergences do not depend on the token.
       temperature: at least 1e-6, static; of both policies.
       logit_soft_cap: positive, static; of both policies; None for none.
       policy_bias: ``[V]`` added to the policy's logits before the cap; ``-inf`` takes a token (a padding row of the
@@ -76,7 +78,8 @@ def linear_vocab_divergence(
         raises.
       interpret: run the kernel in Pallas' interpreter, on any platform, slowly.
       mesh: the devices to run on, with axes of any type; operands may lie on them in any way. An abstract mesh wants
-        ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh.
+        ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh. None with a
+        ``vocab_axis``: that of ``jax.set_mesh``.
       vocab_axis: mesh axis of the rows of the heads; needed with a mesh. It need not divide V, but a head that it does
         not divide is copied.
       token_axis: mesh axis of the tokens; None where every device holds all of them.

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._head import Head, Scaling
+from trm_jax.ops._remat import as_one_step
 from trm_jax.ops._sharding import Layout, Shard, over_shards
 from trm_jax.ops.linear_vocab_divergence._chunked import vocab_divergence_chunked
 from trm_jax.types import VocabDivergence
@@ -91,5 +92,6 @@ def linear_vocab_divergence_fused(
                 *operands, scaling=plan.scaling, with_tv=plan.with_tv, axis=shard.vocab_axis, interpret=plan.interpret
             )
 
-    out: VocabDivergence = over_shards(plan.layout, body, (policy_hidden, rollout_hidden, tokens, support), heads)
+    rows = (policy_hidden, rollout_hidden, tokens, support)
+    out: VocabDivergence = as_one_step(functools.partial(over_shards, plan.layout, body), rows, heads)
     return out

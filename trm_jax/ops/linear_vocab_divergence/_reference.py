@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.divergences import logits_divergence
 from trm_jax.ops._head import Head, Scaling, head_logits
+from trm_jax.ops._remat import as_one_step
 from trm_jax.ops._support import unpack_support
 from trm_jax.types import VocabDivergence
 
@@ -26,15 +27,17 @@ def linear_vocab_divergence_reference(
 ) -> VocabDivergence:
     """Holds two ``[N, V]`` arrays of logits."""
 
-    def logits(hidden: Array, head: Head) -> Array:
-        z = head_logits(hidden, head, scaling.soft_cap)
-        return z if support is None else jnp.where(unpack_support(support, z.shape[1]), z, -jnp.inf)
+    def divergence(
+        hidden: tuple[Array, Array], heads: tuple[Head, Head], tokens: Array, support: Array | None
+    ) -> VocabDivergence:
+        logits = [head_logits(h, head, scaling.soft_cap) for h, head in zip(hidden, heads, strict=True)]
+        if support is not None:
+            allowed = unpack_support(support, logits[0].shape[1])
+            logits = [jnp.where(allowed, z, -jnp.inf) for z in logits]
+        out: VocabDivergence = logits_divergence(*logits, tokens, with_tv=with_tv, temperature=scaling.temperature)
+        return out
 
-    out: VocabDivergence = logits_divergence(
-        logits(policy_hidden, policy_head),
-        logits(rollout_hidden, rollout_head),
-        tokens,
-        with_tv=with_tv,
-        temperature=scaling.temperature,
+    out: VocabDivergence = as_one_step(
+        divergence, (policy_hidden, rollout_hidden), (policy_head, rollout_head), tokens, support
     )
     return out
