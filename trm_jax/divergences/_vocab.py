@@ -95,13 +95,12 @@ def softmax_statistics(logits: Float[Array, "*S V"], tokens: Int[Array, "*S"], *
     log_total = jnp.log1p(jnp.where(empty, 0.0, rest + (jnp.sum(at_top, axis=-1, dtype=jnp.float32) - 1.0)))
     total = jnp.exp(log_total)
     moment = jnp.sum(jnp.where(unnormalised > 0, unnormalised * shifted, 0.0 * unnormalised), axis=-1)
-    entropy = log_total - moment / total
     return Softmax(
         gap=gap,
         unnormalised=unnormalised,
         total=total,
         logsumexp=jnp.where(empty, -jnp.inf, top / temperature + log_total),
-        entropy=jnp.where(entropy < 0, 0.0, entropy),  # less is rounding
+        entropy=log_total - moment / total,
         logps=take_token(shifted, tokens) - log_total,
     )
 
