@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from trm_jax.numerics import AnyArray
 from trm_jax.ops._tiles import LANES, MASKED, SUBLANES
 
 __all__ = [
@@ -160,7 +161,7 @@ def by_name(layout: tuple[Operand, ...], refs: Any) -> tuple[dict[str, Any], Any
     return named, refs
 
 
-def lies_turned(array: Array) -> bool:
+def lies_turned(array: AnyArray) -> bool:
     """Whether a TPU keeps a matrix with its first axis innermost by default: where fewer tiles of 8 by 128 pad it so.
 
     A kernel takes such a matrix transposed, which is how it lies already; taken upright it would be copied first.
