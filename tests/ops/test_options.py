@@ -19,7 +19,7 @@ OPTIONS = {
     "all": {"logit_soft_cap": 4.0, "bias": True, "temperature": 0.7, "support": True},
 }
 STRICT_FORMS: list[Any] = [
-    pytest.param({"implementation": "reference"}, id="reference"),
+    pytest.param({"implementation": "reference"}, id="reference", marks=pytest.mark.slow),
     pytest.param({"implementation": "chunked", "chunk_size": 4}, id="chunked"),
     pytest.param({"implementation": "pallas_tpu", "interpret": True}, id="pallas_tpu", marks=pytest.mark.slow),
 ]

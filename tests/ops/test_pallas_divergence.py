@@ -336,6 +336,7 @@ def test_far_apart_policies() -> None:
     np.testing.assert_allclose(got["token_tv"], want["token_tv"], rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_what_the_kernel_picks_out_is_what_it_is_given() -> None:
     """Tokens of several tiles, outside the support, banned by one bias, in another shard; a rollout head of int8."""
     rng = np.random.default_rng(5)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from trm_jax.rollout import RolloutNumerics
 
 
+@pytest.mark.slow
 def test_its_policy_is_near_the_trainers_and_recorded_as_its_own(tools):
     prompts = tools.prompts(11, samples=2)
     model, kl = tools.model(), {}

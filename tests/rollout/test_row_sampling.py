@@ -55,6 +55,7 @@ def test_the_support_is_the_one_of_the_definition(seed):
     assert found[-1].sum() == 1
 
 
+@pytest.mark.slow
 def test_a_batch_of_different_rows_is_drawn_as_each_row_alone():
     configs = [
         SamplingConfig(),

@@ -18,6 +18,7 @@ def engine(tools) -> SlotEngine:
     return SlotEngine(tools.model(), SIZES, numerics=RolloutNumerics(), eos_ids=())
 
 
+@pytest.mark.slow
 def test_a_prompt_samples_the_same_in_every_size_and_two_of_each_are_compiled(tools, engine):
     policy = engine.load(3, nnx.state(tools.model(), nnx.Param))
     rng = np.random.default_rng(0)

@@ -59,6 +59,7 @@ def test_samples_stand_as_text_beside_the_checkpoint(make_config, make_run, tmp_
         assert row["reward"] == float(row["response"][:1] in ("0", "2", "4", "6", "8"))
 
 
+@pytest.mark.slow
 def test_equal_rewards_leave_the_policy_alone_and_say_why(make_config, make_run):
     run = make_run(make_config(NO_EVALUATION | {"steps": 2}), reward=lambda problem, response: 0.5)
     start = bits(run.params)

@@ -86,6 +86,7 @@ def aged(run, step: int, rows: list[int], versions: int) -> None:
     run._source.take = taken
 
 
+@pytest.mark.slow
 def test_a_group_with_a_sample_that_is_too_old_is_left_out_and_counted(learns, go):
     changes = {"steps": 3, "rollout.max_staleness": 1}
     plain, run = learns("plain", changes), learns("aged", changes)

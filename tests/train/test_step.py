@@ -95,10 +95,11 @@ def values(metrics: dict[str, Any]) -> dict[str, tuple[float, float]]:
     "loss",
     [
         LossConfig(),
-        pytest.param(LossConfig(aggregation="sequence_mean", denominator="kept"), marks=pytest.mark.slow),
-        pytest.param(LossConfig(kind="masked"), marks=pytest.mark.slow),
+        LossConfig(aggregation="sequence_mean", denominator="kept"),
+        LossConfig(kind="masked"),
     ],
 )
+@pytest.mark.slow
 def test_accumulated_microbatches_are_the_whole_batch(model, batch, loss):
     # Plain gradient descent at rate 1: the parameters move by the gradient itself.
     optimizer = optax.sgd(1.0)

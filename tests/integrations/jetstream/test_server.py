@@ -101,6 +101,7 @@ def client(server):
         yield client
 
 
+@pytest.mark.slow
 def test_the_engine_of_the_documents(tools, tmp_path):
     page = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
