@@ -18,11 +18,8 @@ OPTIONS = {
     "bias": {"bias": True},
     "all": {"logit_soft_cap": 4.0, "bias": True, "temperature": 0.7, "support": True},
 }
-STRICT_FORMS: list[Any] = [
-    pytest.param({"implementation": "reference"}, id="reference", marks=pytest.mark.slow),
-    pytest.param({"implementation": "chunked", "chunk_size": 4}, id="chunked"),
-    pytest.param({"implementation": "pallas_tpu", "interpret": True}, id="pallas_tpu", marks=pytest.mark.slow),
-]
+_STRICT_CHUNKED = {"implementation": "chunked", "chunk_size": 4}
+_STRICT_KERNEL = {"implementation": "pallas_tpu", "interpret": True}
 
 
 def raw_logits(hidden: np.ndarray, head: np.ndarray, bias: np.ndarray | None, cap: float | None) -> np.ndarray:
@@ -268,13 +265,13 @@ def test_an_int8_head_is_widened_by_blocks() -> None:
     np.testing.assert_allclose(out.token_kl, 0.0, atol=1e-9)  # the same head but for the rounding of int8 · scale
 
 
-@pytest.mark.parametrize("form", STRICT_FORMS)
 @pytest.mark.parametrize(
-    ("of_hidden", "of_head"),
+    ("form", "of_hidden", "of_head"),
     [
-        ("bfloat16", "float32"),
-        pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("float32", "float32", marks=pytest.mark.slow),
+        pytest.param(_STRICT_CHUNKED, "bfloat16", "float32", id="chunked"),
+        pytest.param(_STRICT_CHUNKED, "float32", "bfloat16", id="chunked-bfloat16-head", marks=pytest.mark.slow),
+        pytest.param({"implementation": "reference"}, "float32", "bfloat16", id="reference", marks=pytest.mark.slow),
+        pytest.param(_STRICT_KERNEL, "bfloat16", "float32", id="pallas_tpu", marks=pytest.mark.slow),
     ],
 )
 def test_no_type_is_promoted_implicitly(
