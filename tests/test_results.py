@@ -208,8 +208,8 @@ def test_what_is_said_of_a_long_sequence_is_the_committed_result() -> None:
 
 def test_what_is_said_of_schedules_for_narrower_heads_is_in_the_records() -> None:
     said = readme("tpu_schedule")
-    assert "70% at D = 2,048, and at 576 70% on v5e and v5p but only 30% on v6e and TPU7x" in said
+    assert "70% at D = 2,048, and at 576 69% on v5e and v5p but only 30% on v6e and TPU7x" in said
     for line in record("tpu_schedule/results.json")["results"]:
         if line["kernel"].startswith("divergence") and line["width"] < 4096:
-            narrow = line["width"] == 576 and line["chip"] in ("v6e", "tpu7x")
-            assert line["occupancy"] >= (0.3 if narrow else 0.7), line
+            least = 0.7 if line["width"] == 2048 else 0.3 if line["chip"] in ("v6e", "tpu7x") else 0.69
+            assert line["occupancy"] >= least, line
