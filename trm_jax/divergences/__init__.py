@@ -9,7 +9,7 @@ from trm_jax.divergences._sampled import k3 as k3
 from trm_jax.divergences._sampled import log_odds_displacement as log_odds_displacement
 from trm_jax.divergences._sampled import ratio_from_displacement as ratio_from_displacement
 from trm_jax.divergences._sampled import topk_divergence as topk_divergence
+from trm_jax.divergences._softmax import softmax_statistics as softmax_statistics
 from trm_jax.divergences._vocab import logits_divergence as logits_divergence
-from trm_jax.divergences._vocab import softmax_statistics as softmax_statistics
 from trm_jax.divergences._vocab import total_variation_of_sums as total_variation_of_sums
 from trm_jax.divergences._vocab import vocab_divergence as vocab_divergence
