@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int, UInt8
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._partials import AxisName, divergence_of_sums, merge_divergence, sum_over
-from trm_jax.ops._support import in_support
 from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
@@ -43,14 +42,10 @@ def vocab_divergence_swept(
     logits = None
     # The rows of a head that lies turned are not to be had without a copy of it.
     if not (lies_turned(policy_head.weight) or lies_turned(rollout_head.weight)):
-        policy_logit, rollout_logit = (
-            token_logits(hidden, head, tokens, None, units)
-            for hidden, head in ((policy_hidden, policy_head), (rollout_hidden, rollout_head))
+        logits = (
+            token_logits(policy_hidden, policy_head, tokens, support, units),
+            token_logits(rollout_hidden, rollout_head, tokens, support, units),
         )
-        if support is not None:
-            legal = in_support(support, jnp.clip(tokens, 0, vocabulary - 1))
-            policy_logit, rollout_logit = (jnp.where(legal, z, -jnp.inf) for z in (policy_logit, rollout_logit))
-        logits = policy_logit, rollout_logit
 
     operands = (
         *(policy_hidden, policy_head.weight, policy_head.bias),
