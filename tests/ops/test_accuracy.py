@@ -313,6 +313,39 @@ def test_one_token_that_moves_among_few(vocabulary: int, tool: ModuleType) -> No
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
 
 
+@pytest.mark.parametrize("tile", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_mass_in_one_tile_whose_likeliest_token_moves(tile: int, tool: ModuleType) -> None:
+    """The others of its tile then stand off both tops by the same, and KL is a small part of what the kernel sums."""
+    kinds = [(moved, noise) for moved in (0.05, 0.08, 0.1, -0.08) for noise in (0.0, 0.01)]
+    places, rng = np.arange(4096), np.random.default_rng(0)
+    ranks = -1.5 * np.log((places + 100) if tile == 0 else np.abs(places - 128 * tile - 64) + 100)
+    rollout = np.concatenate([[ranks], [np.where(places // 128 == tile, 0.0, -20.0)]]).repeat(len(kinds), axis=0)
+    policy = rollout + np.array([noise for _, noise in kinds] * 2)[:, None] * rng.normal(size=rollout.shape)
+    policy[np.arange(len(policy)), rollout.argmax(-1)] += [moved for moved, _ in kinds] * 2
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
+    for rows in np.split(np.arange(len(policy)), len(policy)):
+        check_rows(policy[rows], rollout[rows], np.array([4000]), *tool.exact(policy[rows], rollout[rows]), KERNELS)
+
+
+@pytest.mark.parametrize(("cap", "temperature"), [(500.0, 1e-6), (1e9, 1.0)])
+def test_a_ban_beside_a_cap_that_caps_nothing(cap: float, temperature: float, tool: ModuleType) -> None:
+    logits = (temperature * np.random.default_rng(0).normal(size=(1, 300))).astype(np.float32)
+    bias = np.where(np.arange(300) == 5, -np.inf, 0.0).astype(np.float32)
+    unit = np.eye(1, dtype=np.float32)
+    out = ops.linear_vocab_divergence(
+        *(unit, logits.T, unit, logits.T, np.array([3])),
+        rollout_bias=bias,
+        logit_soft_cap=cap,
+        temperature=temperature,
+        **KERNELS,
+    )
+    scaled = logits.astype(float) / temperature
+    kept = np.delete(scaled, 5)
+    want = np.log(np.exp(scaled).sum()) - np.log(np.exp(kept).sum())  # the rollout is the policy without that token
+    np.testing.assert_allclose(out.token_kl, want, rtol=1e-3)
+    np.testing.assert_allclose(out.token_tv, -np.expm1(-want), rtol=1e-3)
+
+
 @both_forms
 def test_an_entropy_is_never_negative(form: dict[str, str | bool]) -> None:
     """One token has all mass but e^-30: the kernel's reference may lie below it, by as much as the mean gap is."""
@@ -337,13 +370,15 @@ def test_an_entropy_is_never_negative(form: dict[str, str | bool]) -> None:
 )
 def test_a_token_that_the_policys_bias_practically_bans(form: dict[str, Any], tool: ModuleType) -> None:
     """Its mass is all of TV, and what the normaliser loses: less than the rounding of its own log-ratio, the ban."""
-    banned, logits = 17, (2 * np.random.default_rng(0).normal(size=(1, 1000))).astype(np.float32)
-    logits[0, banned] = np.log(0.0256 / 0.9744 * np.exp(np.delete(logits[0], banned).astype(float)).sum())
-    unit, head, token = np.eye(1, dtype=np.float32), logits.T.copy(), np.array([3])
-    for ban in (-1e4, -1e6, -1e8, -1e10):
+    banned, mass = 17, np.array([0.0256, 0.0256, 1e-4, 1e-5])  # two rows alike, of which one samples the banned token
+    logits = np.tile((2 * np.random.default_rng(0).normal(size=1000)).astype(np.float32), (4, 1))
+    others = np.exp(np.delete(logits, banned, axis=1).astype(float)).sum(-1)
+    logits[:, banned] = np.log(mass / (1 - mass) * others)
+    unit, head, tokens = np.eye(4, dtype=np.float32), logits.T.copy(), np.array([3, banned, 3, 4])
+    for ban in (-29.0, -1e4, -1e6, -1e8, -1e10):
         bias = np.where(np.arange(1000) == banned, ban, 0.0).astype(np.float32)
         kl, tv = tool.exact(logits + bias, logits)
-        np.testing.assert_allclose(tv, 0.0256, rtol=1e-6)
-        out = ops.linear_vocab_divergence(unit, head, unit, head, token, policy_bias=bias, **form)
+        np.testing.assert_allclose(tv, mass, rtol=1e-4)
+        out = ops.linear_vocab_divergence(unit, head, unit, head, tokens, policy_bias=bias, **form)
         np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3, err_msg=str(ban))
         np.testing.assert_allclose(out.token_kl, kl, rtol=1e-5, err_msg=str(ban))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from trm_jax import ops
 from trm_jax.ops import _dispatch, _vmem
@@ -87,7 +88,20 @@ def test_the_mesh_says_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     monkeypatch.setattr(_dispatch.jax, "default_backend", lambda: "tpu")
     assert choose_implementation("op", None, mesh=mesh) == "chunked"  # the CPU's devices
-    assert choose_implementation("op", None, mesh=mesh.abstract_mesh) == "pallas_tpu"  # no devices: the default's
+    assert choose_implementation("op", None, mesh=mesh.abstract_mesh) == "chunked"
+    without_devices = AbstractMesh((8,), ("tensor",))
+    assert choose_implementation("op", None, mesh=without_devices) == "pallas_tpu"  # the default's
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert choose_implementation("op", None, mesh=without_devices) == "chunked"  # the context's
+
+
+def test_a_context_says_the_platform_where_programs_are_compiled_for_another() -> None:
+    chip = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("tensor",), abstract_device=chip)):
+        mesh = jax.sharding.get_abstract_mesh()
+        assert choose_implementation("op", None, mesh=mesh) == "pallas_tpu"
+        assert choose_implementation("op", "pallas_tpu", mesh=mesh) == "pallas_tpu"
+    assert choose_implementation("op", None, mesh=mesh) == "pallas_tpu"
 
 
 def test_numpys_float64_is_float32(operands: Callable[..., dict[str, Any]]) -> None:

@@ -274,10 +274,10 @@ def test_an_int8_head_is_widened_by_blocks() -> None:
         pytest.param(_STRICT_KERNEL, "bfloat16", "float32", id="pallas_tpu", marks=pytest.mark.slow),
     ],
 )
-def test_no_type_is_promoted_implicitly(
+def test_nothing_is_promoted_implicitly(
     form: dict[str, Any], of_hidden: str, of_head: str, operands: Callable[..., dict[str, Any]]
 ) -> None:
-    """The same with every option where JAX forbids it, bit for bit."""
+    """Neither types nor ranks: the same with every option where JAX forbids it, bit for bit."""
     given = operands(8, D, V)
     options = {"support": given["support"], "logit_soft_cap": 6.0, "temperature": 0.7, **form}
 
@@ -297,6 +297,6 @@ def test_no_type_is_promoted_implicitly(
             )
         ]
 
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         found = run()
     jax.tree.map(np.testing.assert_array_equal, found, run())

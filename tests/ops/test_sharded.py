@@ -235,10 +235,11 @@ def test_axes_without_a_mesh_are_the_context_s(
         pytest.param("data", None, set(), marks=pytest.mark.slow),
         pytest.param(None, "tensor", {"all-reduce"}, marks=pytest.mark.slow),
         pytest.param("data", "data", {"all-reduce", "all-gather", "all-to-all"}, marks=pytest.mark.slow),
+        (("data", "tensor"), "tensor", {"all-reduce", "all-gather"}),
     ],
 )
 def test_types_say_where_operands_lie(
-    of_tokens: str | None,
+    of_tokens: str | tuple[str, ...] | None,
     of_head: str | None,
     travels: set[str],
     operands: Callable[..., dict[str, Any]],
@@ -252,6 +253,9 @@ def test_types_say_where_operands_lie(
     def logps(*args: jax.Array, **options: Any) -> jax.Array:
         return ops.linear_logps(*args, chunk_size=4, **options).logps
 
+    for implementation in (None, "reference"):  # results lie as the tokens do
+        result = jax.eval_shape(functools.partial(logps, implementation=implementation), *placed)
+        assert result.sharding.spec == jax.typeof(placed[2]).sharding.spec
     gradient = jax.jit(jax.grad(lambda *args: jnp.sum(logps(*args)), (0, 1)))
     forward = jax.jit(logps).lower(*placed).compile()
     found = collectives_of(forward.as_text())

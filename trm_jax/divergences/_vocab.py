@@ -264,7 +264,7 @@ def vocab_divergence(
       ``VocabDivergence`` of float32 ``[...]`` arrays, nats. KL is ``+inf`` where the rollout can sample a token that
       the policy cannot; identical logits give exactly 0; a NaN logit gives NaN. Over 151,936 tokens KL and TV are right
       to 2e-5 of their values from KL = 1e-7 on (``experiments/divergence_accuracy``). All are differentiable in both
-      logits: total variation with a slope of 0 where the two probabilities are equal, and with no slope where KL is
+      logits: total variation with a slope of 0 where the two probabilities round alike, and with no slope where KL is
       infinite or a row has no softmax (a NaN in it, or no token), which a mask of the loss then keeps out.
 
     Raises:

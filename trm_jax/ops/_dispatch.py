@@ -18,9 +18,13 @@ AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def platform_of(mesh: AnyMesh | None) -> str:
-    """``"cpu"``, ``"tpu"`` or ``"gpu"``: of the mesh's devices, of the default backend without any."""
+    """``"cpu"``, ``"tpu"`` or ``"gpu"``: of the mesh's devices, or the context's, or else the default backend."""
     if isinstance(mesh, jax.sharding.Mesh):
         return str(mesh.devices.flat[0].platform)
+    for abstract in (mesh, jax.sharding.get_abstract_mesh()):
+        platform = getattr(getattr(abstract, "abstract_device", None), "platform", None)
+        if platform is not None:
+            return str(platform)
     return jax.default_backend()
 
 

@@ -206,7 +206,8 @@ def _product(hidden: Array, weight: Array) -> Array:
 
 
 def finish_logits(product: Array, scale: Array | None, bias: Array | None, soft_cap: float | None) -> Array:
-    """``cap(product · scale + bias)``."""
+    """``cap(product · scale + bias)``, of ``[N, V]`` products or of one of each row."""
+    scale, bias = (None if x is None else jax.lax.expand_dims(x, range(product.ndim - 1)) for x in (scale, bias))
     logits = product if scale is None else product * scale.astype(jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)

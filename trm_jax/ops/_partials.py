@@ -30,18 +30,18 @@ from jaxtyping import Array, Bool, Float
 from trm_jax.numerics import expm1_minus_identity
 
 __all__ = [
-    "LEAST_LOST",
+    "BANNED",
     "AxisName",
     "DivergencePartial",
     "SoftmaxPartial",
     "TokenGap",
     "difference_of",
     "divergence_of_sums",
-    "kept_lost",
     "max_over",
     "merge_divergence",
     "merge_softmax",
     "moved",
+    "moved_ban",
     "normaliser_difference",
     "softmax_of_sums",
     "sum_over",
@@ -49,8 +49,8 @@ __all__ = [
 
 AxisName: TypeAlias = str | tuple[str, ...] | None
 
-LEAST_LOST = 1e-30
-"""What stands for a weight that underflows: nothing beside the total."""
+BANNED = -30.0
+"""Log-ratio ``x`` below which the policy all but bans a token, ``expm1(x) = -1``."""
 
 _FAR_APART = 0.5
 _LOST_MASS = 0.05
@@ -92,16 +92,20 @@ class DivergencePartial(NamedTuple):
     the tops in logits here.
 
     The sums are in units of ``exp(top_roll)``; in units of ``exp(top_θ)`` where the rollout has none of these rows.
+    What the policy bans has terms of its own: beside ``-Σ q x`` of a ban, ``Σ q expm1(x)`` would lose the digits that
+    TV needs.
 
     Attributes:
       policy: statistics of ``z_θ``.
       rollout: statistics of ``z_roll``.
       shift: ``[N]`` small; 0 where either has none of these rows.
       curvature: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)``; a token that only the policy has adds
-        ``exp(z_θ - top_θ - shift)``.
-      moment: ``[N]`` ``Σ exp(z_roll - top_roll) x`` over the tokens that both have.
-      lost: ``[N]`` ``Σ exp(z_roll - top_roll)`` over the tokens that only the rollout has, more than 0 where there are
-        any; None where there can be none.
+        ``exp(z_θ - top_θ - shift)``, one that the policy bans nothing.
+      moment: ``[N]`` ``Σ exp(z_roll - top_roll) x`` over the tokens that both have, but what the policy bans.
+      lost: ``[N]`` ``Σ exp(z_roll - top_roll)`` over the tokens that the policy bans, by ``x < -30`` or altogether;
+        None where no bias may ban any.
+      ban: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)`` over the same tokens, ``+inf`` where there is one that
+        only the rollout has; None with ``lost``.
     """
 
     policy: SoftmaxPartial
@@ -110,6 +114,7 @@ class DivergencePartial(NamedTuple):
     curvature: Float[Array, " N"]
     moment: Float[Array, " N"]
     lost: Float[Array, " N"] | None
+    ban: Float[Array, " N"] | None
 
     @property
     def growth(self) -> Float[Array, " N"]:
@@ -138,9 +143,9 @@ def moved(
     return policy_factor * curvature + jnp.where(small, near, far), rollout_factor * (moment - step * total)
 
 
-def kept_lost(lost: Array, found: Bool[Array, "..."]) -> Array:
-    """``lost``, more than 0 where a token was found: the weight of an unlikely one underflows, its KL is infinite."""
-    return jnp.where(found, jnp.maximum(lost, LEAST_LOST), lost)
+def moved_ban(ban: Array, lost: Array, rollout_factor: Array, step: Array) -> Array:
+    """``ban`` about other tops and another shift, as in ``moved``; an infinite one whatever its weight is there."""
+    return jnp.where(ban == jnp.inf, jnp.inf, rollout_factor * (ban + step * lost))
 
 
 def max_over(axis: AxisName, values: Array) -> Array:
@@ -223,7 +228,7 @@ def merge_divergence(
     """Statistics of the whole vocabulary and both policies' log-probs of the tokens.
 
     The shift becomes ``E_roll[x]``: where a top has moved alone, the mass about ``x = 0`` keeps its digits. 56 bytes a
-    token travel over ``axis``, 60 when the two supports can differ.
+    token travel over ``axis``, 64 when the two supports can differ.
     """
     if axis is None:
         policy_logps, rollout_logps = (
@@ -243,18 +248,19 @@ def merge_divergence(
     rollout_factor = jnp.exp(unit * rollout_gap)
     total = jnp.exp(part.rollout.log_total) - (0.0 if part.lost is None else part.lost)
     total = jnp.where(one_sided, 0.0, total)
-    moment, mass = jax.lax.psum(rollout_factor * jnp.stack([part.moment - step * total, total]), axis)
+    moment, mass = jax.lax.psum(rollout_factor[None] * jnp.stack([part.moment - step * total, total]), axis)
     mean = moment / jnp.where(mass > 0, mass, 1.0)
     shift = jnp.where(jnp.abs(mean) < _LARGE_SHIFT, mean, 0.0)
     step = jnp.where(one_sided, 0.0, step + shift)
     gap = jnp.where(jnp.isneginf(part.rollout.top), unit * policy_gap - shift, unit * rollout_gap - step)
     policy_factor = jnp.exp(gap)
     expectations = [*moved(part.curvature, part.moment, total, policy_factor, rollout_factor, step)]
-    if part.lost is not None:
-        expectations.append(kept_lost(rollout_factor * part.lost, part.lost > 0))
+    if part.lost is not None and part.ban is not None:
+        expectations += [rollout_factor * part.lost, moved_ban(part.ban, part.lost, rollout_factor, step)]
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)
     policy, rollout = softmax_of_sums(tops[0], *sums[0:3]), softmax_of_sums(tops[1], *sums[4:7])
-    whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], None if part.lost is None else sums[10])
+    bans = (None, None) if part.lost is None else (sums[10], sums[11])
+    whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], *bans)
     return whole, sums[3] - policy.log_total, sums[7] - rollout.log_total
 
 
@@ -285,7 +291,7 @@ def divergence_of_sums(whole: DivergencePartial) -> tuple[Float[Array, " N"], Fl
     difference, far = normaliser_difference(whole.policy, whole.rollout, growth, whole.shift)
     near = scale * whole.curvature - expm1_minus_identity(jnp.where(far, 0.0, difference))
     kl = jnp.where(far, difference - scale * whole.moment, near)
-    if whole.lost is not None:
-        kl = jnp.where(whole.lost > 0, jnp.inf, kl)
+    if whole.lost is not None and whole.ban is not None:
+        kl = jnp.where(whole.ban == jnp.inf, jnp.inf, kl + scale * (whole.ban + jnp.where(far, whole.lost, 0.0)))
     kl = jnp.where(jnp.isneginf(whole.rollout.top), 0.0, jnp.maximum(kl, 0.0))
     return difference, jnp.where(jnp.isnan(difference), jnp.nan, kl)

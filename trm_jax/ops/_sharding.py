@@ -134,7 +134,9 @@ def layout_of_types(hidden: Array, head: Array) -> Layout | None:
     return None if mesh is None or not (of_head or of_tokens) else Layout(mesh, of_head or None, of_tokens or None)
 
 
-def with_automatic_axes(layout: Layout | None, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+def with_automatic_axes(
+    layout: Layout | None, function: Callable[..., Any], operands: tuple[Any, ...], like: Array
+) -> Any:
     """``function(layout, *operands)``, inside a view of the mesh without explicit axes.
 
     There operands may lie anywhere, and shards need not be equal. Without a layout the mesh is that of the operands'
@@ -144,10 +146,11 @@ def with_automatic_axes(layout: Layout | None, function: Callable[..., Any], ope
       layout: as ``layout_of`` or ``layout_of_types`` gave it.
       function: returns a pytree of ``[N, ...]`` arrays; its layout has automatic axes.
       operands: pytrees of arrays.
+      like: ``[N, ...]``, one of them.
 
     Returns:
       Its results; where explicit axes are in the operands' types or the context, typed as sharded over those of
-      ``token_axis`` (if they divide the rows) and the same along the others.
+      ``like``'s rows, or else of ``token_axis`` (if they divide the rows), and the same along the others.
     """
     mesh = explicit_mesh(operands) if layout is None else layout.mesh
     if mesh is None or not explicit_axes(mesh):
@@ -158,7 +161,8 @@ def with_automatic_axes(layout: Layout | None, function: Callable[..., Any], ope
         return function(viewed, *operands)  # no type speaks of the axes
     with jax.sharding.use_abstract_mesh(view.abstract_mesh if isinstance(view, Mesh) else view):
         out = function(viewed, *jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec()), operands))
-    names = () if layout is None else tuple(name for name in _names(layout.token_axis) if name in explicit_axes(mesh))
+    of_layout = () if layout is None else _names(layout.token_axis)
+    names = rows_axes(like) or tuple(name for name in of_layout if name in explicit_axes(mesh))
     shards = math.prod(mesh.shape[name] for name in names)
 
     def typed(x: Array) -> Array:

@@ -19,7 +19,7 @@ def unpack_support(support: UInt8[Array, "N V8"], vocabulary: int) -> Bool[Array
 
 def support_at(support: UInt8[Array, "N V8"], vocabulary: Int[Array, " C"]) -> Bool[Array, "N C"]:
     """Whether the given vocabulary ids are in each row's support."""
-    out: Array = (jnp.take(support, vocabulary // 8, axis=1) >> (vocabulary % 8).astype(jnp.uint8)) & 1 > 0
+    out: Array = (jnp.take(support, vocabulary // 8, axis=1) >> (vocabulary % 8).astype(jnp.uint8)[None, :]) & 1 > 0
     return out
 
 

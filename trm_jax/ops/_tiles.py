@@ -10,7 +10,7 @@ multiplication. Columns outside the softmax hold ``MASKED``, finite, so that dif
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,19 @@ from jaxtyping import Array
 from trm_jax.ops._head import product_dtype
 
 __all__ = [
-    *("CHUNK", "LANES", "MASKED", "SUBLANES", "UNSEEN", "Units", "fold_rows", "is_token", "logit_tile", "product"),
+    *(
+        "CHUNK",
+        "LANES",
+        "MASKED",
+        "SUBLANES",
+        "UNSEEN",
+        "Units",
+        "as_kernel",
+        "fold_rows",
+        "is_token",
+        "logit_tile",
+        "product",
+    ),
 ]
 
 LANES, SUBLANES = 128, 8
@@ -47,6 +59,16 @@ class Units(NamedTuple):
     def exponent(self) -> float:
         """``exp(z) = 2^(exponent · r)``."""
         return self.unit * math.log2(math.e)
+
+
+def as_kernel(function: Callable[..., None], static: Any) -> Callable[..., None]:
+    """``function(static, *refs)``, traced as it is written whatever the caller lets ranks do."""
+
+    def kernel(*refs: Any) -> None:
+        with jax.numpy_rank_promotion("allow"):
+            function(static, *refs)
+
+    return kernel
 
 
 def product(left: Array, right: Array, contract: tuple[int, int]) -> Array:

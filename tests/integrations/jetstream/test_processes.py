@@ -161,7 +161,7 @@ def test_a_killed_client_frees_its_slots_and_a_second_server_finds_the_port_take
             assert second.returncode == 2, second.stderr
             assert "port is taken" in second.stderr
             assert second.stderr.count("\n") == 1
-            assert watcher.status().slots_busy == 4
+            tools.until(lambda: watcher.status().slots_busy == 4)
             os.kill(client.pid, signal.SIGKILL)
             client.wait(timeout=60)
             tools.until(lambda: watcher.status().slots_busy == 0 and watcher.status().queue_depth == 0)
@@ -169,6 +169,7 @@ def test_a_killed_client_frees_its_slots_and_a_second_server_finds_the_port_take
             assert watcher.status().live
     finally:
         client.kill()
+        client.wait(timeout=60)
         end(process)
 
 

@@ -40,8 +40,10 @@ def linear_logps(
     ``logps = log softmax(z)[tokens]`` of ``z = cap(hidden · headᵀ + bias) / temperature``, with
     ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order: the log π of TRM's ratios
     ``ρ = π_θ / π_roll``. Differentiable in reverse mode in ``hidden``, ``head`` and ``bias``, through all three outputs
-    (the kernel once, the other forms again). Products are accumulated in float32, the head gradient too. A
-    gradient knows one rounded ``logsumexp``: of logits that share a large offset, it has lost what the offset rounds.
+    (the kernel once, the other forms again: forward over reverse, ``jax.jvp`` of ``jax.grad``, since reverse over
+    reverse holds all logits). Products are accumulated in float32, the head gradient too. A gradient knows one rounded
+    ``logsumexp``: of logits that share a large offset, it has lost what the offset rounds. ``[B, T, D]`` is flattened
+    by the caller: ``jax.vmap`` holds a chunk of each of the B rows at once, and B gradients of the head.
 
     With a mesh, each device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token
     forward; backward the sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head
@@ -74,8 +76,8 @@ def linear_logps(
       mesh: the devices to run on, with axes of any type; operands may lie on them in any way. An abstract mesh wants
         ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh. None with a
         ``vocab_axis``: that of ``jax.set_mesh``.
-      vocab_axis: mesh axis of the rows of the head; needed with a mesh. It need not divide V, but a head that it does
-        not divide is copied, and its gradient gathered.
+      vocab_axis: mesh axis of the rows of the head; needed with a mesh, an axis of one device for data parallelism
+        alone. It need not divide V, but a head that it does not divide is copied, and its gradient gathered.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
 
     Returns:
@@ -121,5 +123,5 @@ def linear_logps(
             out = linear_logps_fused(plan, h, w, y, bits)
         return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))
 
-    out: LinearLogps = with_automatic_axes(choice.layout, run, (h, w, y, bits, legal))
+    out: LinearLogps = with_automatic_axes(choice.layout, run, (h, w, y, bits, legal), h)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from trm_jax.ops._online_softmax import Softmax, softmax_add, softmax_finish, so
 from trm_jax.ops._operands import Operand, Operands, Tiling, add_policy, by_name, row_of
 from trm_jax.ops._partials import SoftmaxPartial
 from trm_jax.ops._softmax_rows import logit_of_picked, near_top, with_token
-from trm_jax.ops._tiles import CHUNK, LANES, SUBLANES, Units, fold_rows, is_token, logit_tile
+from trm_jax.ops._tiles import CHUNK, LANES, SUBLANES, Units, as_kernel, fold_rows, is_token, logit_tile
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_logps._config import STATE, logps_blocks
 
@@ -123,7 +122,7 @@ def logps_statistics(
     group = 2 * LANES if tiling.tokens % (2 * LANES) == 0 else LANES
     static = _Static(v, tiling, units, tuple(operands.layout), group, token_logit is None)
     out = pl.pallas_call(
-        functools.partial(_kernel, static),
+        as_kernel(_kernel, static),
         out_shape=jax.ShapeDtypeStruct((SUBLANES, grid[0] * tiling.tokens), jnp.float32),
         grid=grid,
         in_specs=operands.specs,

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._head import product_dtype
 from trm_jax.ops._operands import Operand, Operands, Tiling, add_policy, by_name, lies_turned
-from trm_jax.ops._tiles import LANES, SUBLANES, Units, logit_tile, product
+from trm_jax.ops._tiles import LANES, SUBLANES, Units, as_kernel, logit_tile, product
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_logps._config import logps_blocks
 
@@ -227,7 +227,7 @@ def logps_gradients(
         still, streamed = (hidden, head) if tiling.token_axis == 0 else (head, hidden)
         moved = still.nbytes + streamed.nbytes * grid[0]
         return pl.pallas_call(
-            functools.partial(kernel, _Static(n, v, tiling, units, tuple(operands.layout))),
+            as_kernel(kernel, _Static(n, v, tiling, units, tuple(operands.layout))),
             out_shape=outs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,

@@ -54,6 +54,8 @@ def linear_vocab_divergence(
     axis, as for any product. Without a mesh, operands whose types say over which (explicit) axes their rows are sharded
     are treated alike; others the compiler shards as it sees fit.
 
+    ``[B, T, D]`` is flattened by the caller: under ``jax.vmap`` a chunk of each of the B rows is held at once.
+
     Args:
       policy_hidden: ``[N, D]`` hidden states of the training model, float32 or bfloat16.
       policy_head: ``[V, D]`` its head. A ``[D, V]`` kernel is refused by its shape, but for ``V = D``, where nothing
@@ -80,8 +82,8 @@ def linear_vocab_divergence(
       mesh: the devices to run on, with axes of any type; operands may lie on them in any way. An abstract mesh wants
         ``jax.set_mesh`` or operands that lie on it. Inside a ``shard_map`` that splits some axes, its mesh. None with a
         ``vocab_axis``: that of ``jax.set_mesh``.
-      vocab_axis: mesh axis of the rows of the heads; needed with a mesh. It need not divide V, but a head that it does
-        not divide is copied.
+      vocab_axis: mesh axis of the rows of the heads; needed with a mesh, an axis of one device for data parallelism
+        alone. It need not divide V, but a head that it does not divide is copied.
       token_axis: mesh axis of the tokens; None where every device holds all of them.
 
     Returns:
@@ -155,5 +157,5 @@ def linear_vocab_divergence(
         logps = (jnp.where(legal, x, jnp.nan) for x in (out.policy_logps, out.rollout_logps))
         return dataclasses.replace(out, **dict(zip(("policy_logps", "rollout_logps"), logps, strict=True)))
 
-    out: VocabDivergence = with_automatic_axes(choice.layout, run, (hidden, heads, y, bits, legal))
+    out: VocabDivergence = with_automatic_axes(choice.layout, run, (hidden, heads, y, bits, legal), hidden[0])
     return out

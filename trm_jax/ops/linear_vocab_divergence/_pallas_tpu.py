@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +12,9 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._operands import Operands, Tiling, add_policy, row_of
-from trm_jax.ops._partials import DivergencePartial, difference_of, kept_lost
+from trm_jax.ops._partials import BANNED, DivergencePartial, difference_of, moved_ban
 from trm_jax.ops._softmax_rows import logit_of_picked, near_top, with_token
-from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units
+from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units, as_kernel
 from trm_jax.ops._vmem import chip_of
 from trm_jax.ops.linear_vocab_divergence._config import STATE, SUMS, divergence_blocks, held_columns
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu_kernels import Static, statistics_kernel, tv_kernel
@@ -82,7 +81,7 @@ def _sweep(
     grid = tiling.grid(n, v)
     reads = sum(head.size * head.dtype.itemsize for head in heads) * grid[0]
     out: Array = pl.pallas_call(
-        functools.partial(kernel, static),
+        as_kernel(kernel, static),
         out_shape=jax.ShapeDtypeStruct((sums, grid[0] * block_n), jnp.float32),
         grid=grid,
         in_specs=operands.specs,
@@ -172,14 +171,21 @@ def divergence_statistics(
     # The rollout's weight may underflow where the policy's does not: a difference of the two, as in the sweep.
     far = here[0] & (~here[1] | (x > 1.0))
     own = jnp.where(far, alone - weight * (1.0 + x), weight * expm1_minus_identity(jnp.minimum(x, 1.0)))
-    biased = policy_bias is not None or rollout_bias is not None
+    lost = ban = None
+    if policy_bias is not None or rollout_bias is not None:
+        banned = here[1] & (~here[0] | (x < BANNED))
+        lost = factor * out[10] + jnp.where(banned, weight, 0.0)
+        own_ban = jnp.where(here[0], weight * (-1.0 - x), jnp.inf)
+        ban = moved_ban(out[11], out[10], factor, jnp.zeros_like(factor)) + jnp.where(banned, own_ban, 0.0)
+        own, x = (jnp.where(banned, 0.0, value) for value in (own, x))
     part = DivergencePartial(
         policy=policy,
         rollout=rollout,
         shift=shift,
         curvature=factor * out[8] + own,
         moment=factor * out[9] + weight * x,
-        lost=factor * out[10] + jnp.where(here[0], 0.0, kept_lost(weight, here[1])) if biased else None,
+        lost=lost,
+        ban=ban,
     )
     return part, logits
 

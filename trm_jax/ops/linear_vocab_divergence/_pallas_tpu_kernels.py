@@ -5,10 +5,11 @@ First sweep, with ``x = (z_θ - ref_θ) - (z_roll - ref_roll)``: beside each pol
 small ``x`` and as ``w_θ - w_roll (1 + x)`` with the weights at hand otherwise, whichever is larger: no third
 exponential. The policy's running reference is its top, the rollout's stands where ``x`` has a mean near 0: where it has
 not, as about both tops where a likely token of a flat policy has moved, the curvature is much more than KL, and a
-series exact to 6e-4 is not enough: the first tile stands about both tops, so that where there are few the series is
-exact. New references move both sums exactly; how far they stand apart is made of the last tile, and where a new top
-outweighs what was seen, they are both tops. The last ones stand at their tops, or one of them below. Second sweep:
-``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those differ.
+series exact to 6e-4 is not enough: what it leaves out of a tile is added, as the moments of that tile's ``x`` tell it,
+and where there are few tiles the series is exact. New references move both sums exactly; how far they stand apart is
+made of the last tile, and where a new top outweighs what was seen, they are both tops. The last ones stand at their
+tops, or one of them below. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those
+differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
 as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
@@ -26,7 +27,7 @@ from jaxtyping import Array
 
 from trm_jax.ops._online_softmax import Softmax, softmax_add, softmax_merge, softmax_start, softmax_update
 from trm_jax.ops._operands import Operand, Tiling, by_name
-from trm_jax.ops._partials import LEAST_LOST, kept_lost, moved
+from trm_jax.ops._partials import BANNED, moved, moved_ban
 from trm_jax.ops._tiles import CHUNK, LANES, MASKED, UNSEEN, Units, fold_rows, is_token, logit_tile
 from trm_jax.ops.linear_vocab_divergence._config import STATE, SUMS
 
@@ -41,6 +42,9 @@ _ROUNDING = 2e-6
 
 _FEW_TILES = 16
 """Up to so many the curvature is exact."""
+
+_LARGEST = 1e35
+"""Of a difference of logits, whose products with weights are finite then."""
 
 _TINY = 1 / 32
 """Below it the second sweep takes two terms of ``expm1``, exact to 2e-4 of it; above, ``π_θ - π_roll``."""
@@ -116,9 +120,12 @@ class Static(NamedTuple):
 
 
 def _difference(t_gap: Array, r_gap: Array, units: Units) -> Array:
-    """In logits, of logits that count from their references: these gaps are exact near them."""
+    """In logits, of logits that count from their references: these gaps are exact near them. Finite."""
     d = t_gap - r_gap
-    return d if units.unit == 1.0 else d * units.unit
+    if units.unit == 1.0:
+        return d
+    limit = _LARGEST / units.unit
+    return (d if limit > -MASKED else jnp.clip(d, -limit, limit)) * units.unit
 
 
 def _curvature(w: Array, v: Array, x: Array, vx: Array) -> Array:
@@ -133,6 +140,20 @@ def _exact_curvature(w: Array, v: Array, x: Array) -> Array:
     return jnp.where(jnp.abs(x) < 0.35, v * (x * x) * series, w - v * (1.0 + x))
 
 
+def _left_out(total: Array, curvature: Array, moment: Array) -> Array:
+    """What ``_curvature`` has left out of a tile whose sums these are, ``Σ v min(x⁴/24, 2e-6)``, nearly.
+
+    Where KL is much less than the curvature, ``x`` has a mean ``m`` and little variance ``s``, and ``E[x⁴]`` is ``m⁴ +
+    6 m² s`` where it spreads evenly and ``m⁴ + 3 m² s`` where a token of little mass has moved alone: 4.5 here, which
+    is off by less than 1e-3 of KL in both. ``s`` is made of the curvature, ``E[x²]/2 + E[x³]/6``.
+    """
+    scale = pl.reciprocal(jnp.maximum(total, 1e-30), approx=True)
+    mean = moment * scale
+    square = mean * mean
+    fourth = square * (scale * curvature * (9 / 24) - square * (mean * (1.5 / 24) + 3.5 / 24))
+    return total * jnp.minimum(fourth, _ROUNDING)
+
+
 _DRIFT = 8.0
 """Logits by which the references may stand further apart than the tops do, or less."""
 
@@ -141,17 +162,27 @@ _OUTWEIGHS = 2.0
 
 
 class _Sums(NamedTuple):
-    """Running sums, ``[8, tokens]`` each, in the kernel's units; ``curvature`` and what follows as in the record."""
+    """Running sums, ``[8, tokens]`` each, in the kernel's units; ``curvature`` and what follows as in the record.
+
+    The last two are None where no bias makes a ban.
+    """
 
     policy: Softmax
     rollout: Softmax
     curvature: Array
     moment: Array
-    lost: Array
+    lost: Array | None
+    ban: Array | None
 
     @classmethod
-    def of(cls, rows: Any) -> _Sums:
-        return cls(Softmax(*rows[:4]), Softmax(*rows[4:8]), *rows[8:])
+    def of(cls, rows: Any, biased: bool) -> _Sums:
+        bans = rows[10:12] if biased else (None, None)
+        return cls(Softmax(*rows[:4]), Softmax(*rows[4:8]), *rows[8:10], *bans)
+
+    @property
+    def shared(self) -> Array:
+        """The rollout's total over the tokens that the policy does not ban."""
+        return self.rollout.total if self.lost is None else self.rollout.total - self.lost
 
     def about(self, policy_top: Array, rollout_top: Array, units: Units) -> _Sums:
         """The same sums referred to other references, near the tops or larger ones."""
@@ -160,31 +191,41 @@ class _Sums(NamedTuple):
         unseen = (self.policy.top <= UNSEEN) | (self.rollout.top <= UNSEEN)
         gap = (policy_top - self.policy.top) - (rollout_top - self.rollout.top)
         step = jnp.where(unseen, 0.0, gap * units.unit)
-        shared = jnp.where(unseen, 0.0, self.rollout.total - self.lost)
+        shared = jnp.where(unseen, 0.0, self.shared)
         curvature, moment = moved(self.curvature, self.moment, shared, policy_factor, rollout_factor, step)
-        return _Sums(policy, rollout, curvature, moment, rollout_factor * self.lost)
+        if self.lost is None or self.ban is None:
+            return _Sums(policy, rollout, curvature, moment, None, None)
+        lost, ban = rollout_factor * self.lost, moved_ban(self.ban, self.lost, rollout_factor, step)
+        return _Sums(policy, rollout, curvature, moment, lost, ban)
 
     def plus(self, tile: Sequence[Array]) -> _Sums:
-        """With the sums of a tile about the same references: totals and moments of both, and the last three."""
+        """With the sums of a tile about the same references: totals and moments of both, and the others."""
         policy, rollout = softmax_add(self.policy, *tile[:2]), softmax_add(self.rollout, *tile[2:4])
-        return _Sums(policy, rollout, *(a + b for a, b in zip(self[2:], tile[4:], strict=True)))
+        curvature, moment, lost, ban = tile[4:]
+        if self.lost is None or self.ban is None:
+            return _Sums(policy, rollout, self.curvature + curvature, self.moment + moment, None, None)
+        return _Sums(
+            *(policy, rollout, self.curvature + curvature, self.moment + moment, self.lost + lost, self.ban + ban)
+        )
 
     def _centre(self, units: Units) -> Array:
         """How far apart references stand with which ``x`` would have a mean of 0, nearly; NaN before any column."""
-        growth = (self.curvature + self.moment - self.lost) * pl.reciprocal(self.rollout.total, approx=True)
+        gained = self.curvature + self.moment
+        gained = gained if self.lost is None else gained - self.lost
+        growth = gained * pl.reciprocal(self.rollout.total, approx=True)
         out: Array = (self.policy.top - self.rollout.top) + jnp.log(jnp.maximum(1.0 + growth, 1e-3)) * (1 / units.unit)
         return out
 
     def outlook(self, t_max: Array, r_max: Array, units: Units) -> tuple[Array, Array]:
         """How far apart the next tile's references stand, and below which new top of the policy they do."""
-        apart = self._centre(units) - (t_max - r_max)
-        apart = jnp.where(jnp.abs(apart) < _DRIFT / units.unit, apart, 0.0)
+        centre, tops = self._centre(units), t_max - r_max
+        near = jnp.abs(centre - tops) < _DRIFT / units.unit
         weight = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS)) * (1 / units.unit) + (self.rollout.top - r_max)
-        return (t_max - r_max) + apart, t_max + weight
+        return jnp.where(near, centre, tops), t_max + weight
 
     def merged(self, t_max: Array, r_max: Array, units: Units) -> list[Array]:
         """The rows of the output, the eight sublanes as one."""
-        shape = self.lost.shape
+        shape = self.moment.shape
         t_max, r_max = (jnp.max(x, axis=0, keepdims=True) for x in (t_max, r_max))
         apart = self._centre(units) - (t_max - r_max)
         near = jnp.abs(apart) < _DRIFT / units.unit
@@ -196,7 +237,8 @@ class _Sums(NamedTuple):
         rows: list[Array] = []
         for old, new, top in ((self.policy, alike.policy, tops[0]), (self.rollout, alike.rollout, tops[1])):
             rows += softmax_merge(new, top, old.top == top)
-        return rows + [jnp.sum(x, axis=0, keepdims=True) for x in (alike.curvature, alike.moment, alike.lost)]
+        zeros = jnp.zeros(shape, jnp.float32)
+        return rows + [jnp.sum(zeros if x is None else x, axis=0, keepdims=True) for x in alike[2:]]
 
 
 def statistics_kernel(static: Static, *refs: Any) -> None:
@@ -218,16 +260,13 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
     def step(columns: Any, first: Array, tiles: tuple[Array, Array]) -> Iterator[None]:
         t_tile, r_tile = tiles
         tokens = named["tokens"][:, columns]
-        old = _Sums.of([state[i, :, columns] for i in range(SUMS)])
+        old = _Sums.of([state[i, :, columns] for i in range(SUMS)], static.biased)
         t_max, r_max, offset, limit = (state[i, :, columns] for i in range(SUMS, STATE))
         t_max = jnp.maximum(t_max, jnp.max(fold_rows(t_tile, 0, size), axis=0))
         r_max = jnp.maximum(r_max, jnp.max(fold_rows(r_tile, 0, size), axis=0))
         apart = t_max < limit
-        least = r_max - jnp.where(apart, _DRIFT / units.unit, 0.0)
-        r_top = jnp.maximum(least, jnp.where(apart, t_max - offset, MASKED))
-        rows = [jnp.zeros_like(t_max)] * 7  # as in plus
-        if static.biased:
-            rows[6] = kept_lost(rows[6], old.lost > 0)  # what was lost may weigh nothing beside a new top
+        r_top = jnp.where(apart, jnp.maximum(r_max - _DRIFT / units.unit, t_max - offset), r_max)
+        rows = [jnp.zeros_like(t_max)] * 8  # as in plus
         picked = [jnp.zeros_like(t_max)] * 2
         for start in range(0, size, CHUNK):
             t, r = fold_rows(t_tile, start, CHUNK), fold_rows(r_tile, start, CHUNK)
@@ -236,9 +275,11 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             w, v = jnp.exp2(units.exponent * t_gap), jnp.exp2(units.exponent * r_gap)
             x = _difference(t_gap, r_gap, units)
             if static.biased:
-                absent = (t <= UNSEEN) & (r_gap > UNSEEN)
-                rows[6] += jnp.sum(jnp.where(absent, jnp.maximum(v, LEAST_LOST), 0.0), axis=0)
-                x = jnp.where(absent, 0.0, x)
+                banned = ((x < BANNED) | (t <= UNSEEN)) & (r_gap > UNSEEN)
+                rows[6] += jnp.sum(jnp.where(banned, v, 0.0), axis=0)
+                ban = jnp.where(t <= UNSEEN, jnp.inf, v * (-1.0 - x))
+                rows[7] += jnp.sum(jnp.where(banned, ban, 0.0), axis=0)
+                x = jnp.where(banned, 0.0, x)
             vx = v * x
             curvature = _exact_curvature(w, v, x) if static.few_tiles else _curvature(w, v, x, vx)
             for i, value in enumerate((w, w * t_gap, v, v * r_gap, curvature, vx)):
@@ -246,18 +287,20 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
             if static.picks:
                 picked = [a + jnp.sum(jnp.where(own, z, 0.0), axis=0) for a, z in zip(picked, (t, r), strict=True)]
             yield
+        if not static.few_tiles:
+            rows[4] += _left_out(rows[2], rows[4], rows[5])
         sums = old.about(t_max, r_top, units).plus(rows)
-        for i, value in enumerate((*jax.tree.leaves(sums), t_max, r_max, *sums.outlook(t_max, r_max, units))):
+        for i, value in enumerate(jax.tree.leaves(sums)):
+            state[i, :, columns] = value
+        for i, value in enumerate((t_max, r_max, *sums.outlook(t_max, r_max, units)), SUMS):
             state[i, :, columns] = value
         if static.picks:
             for i, value in enumerate(picked, STATE):
                 state[i, :, columns] += value
 
     def finish() -> None:
-        sums = _Sums.of([state[i] for i in range(SUMS)])
+        sums = _Sums.of([state[i] for i in range(SUMS)], static.biased)
         rows = sums.merged(state[SUMS], state[SUMS + 1], units)
-        if static.biased:
-            rows[-1] = kept_lost(rows[-1], jnp.max(sums.lost, axis=0, keepdims=True) > 0)
         if static.picks:
             rows += [jnp.sum(state[i], axis=0, keepdims=True) for i in (STATE, STATE + 1)]
         for i, value in enumerate(rows):

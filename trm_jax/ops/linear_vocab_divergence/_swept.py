@@ -36,7 +36,7 @@ def vocab_divergence_swept(
 ) -> VocabDivergence:
     """Operands and options as for ``vocab_divergence_chunked``.
 
-    Over ``axis`` travel 56 bytes a token, 4 more with the total variation and 4 more with a bias.
+    Over ``axis`` travel 56 bytes a token, 4 more with the total variation and 8 more with a bias.
     """
     vocabulary, units = policy_head.weight.shape[0], Units(scaling.temperature, scaling.soft_cap)
     logits = None
