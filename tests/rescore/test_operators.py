@@ -16,6 +16,7 @@ from flax import nnx
 
 from trm_jax import ops
 from trm_jax.models import ComputeConfig, make_mesh
+from trm_jax.ops import _choice, _dispatch
 from trm_jax.rescore import policy_logps, rescore
 
 COPIES, VOCABULARY = 100, 12  # 2,000 tokens, in chunks of 256 on a CPU
@@ -79,6 +80,8 @@ def test_tpus_run_the_kernels(tools: Any, monkeypatch: pytest.MonkeyPatch, devic
     """Of several, those of the mesh that the run is set to: each on its rows of the head."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: devices)
+    for module in (_dispatch, _choice):
+        monkeypatch.setattr(module, "platform_of", lambda mesh: "tpu")  # the mesh says CPU
     with jax.set_mesh(make_mesh(data=4, tensor=2)) if devices > 1 else contextlib.nullcontext():
         program = traced(tools, gradient=gradient)
     if gradient:  # of the hidden states and of the head
