@@ -32,6 +32,7 @@ from trm_jax.numerics import expm1_minus_identity
 __all__ = [
     "BANNED",
     "AxisName",
+    "Bans",
     "DivergencePartial",
     "SoftmaxPartial",
     "TokenGap",
@@ -41,7 +42,6 @@ __all__ = [
     "merge_divergence",
     "merge_softmax",
     "moved",
-    "moved_ban",
     "normaliser_difference",
     "softmax_of_sums",
     "sum_over",
@@ -87,13 +87,30 @@ class SoftmaxPartial(NamedTuple):
         return jnp.where(entropy < 0, 0.0, entropy)  # by rounding
 
 
+class Bans(NamedTuple):
+    """Sums over the tokens that the policy bans, by ``x < -30`` or altogether, as in ``DivergencePartial``.
+
+    They have terms of their own: beside ``-Σ q x`` of a ban, ``Σ q expm1(x)`` would lose the digits that TV needs.
+
+    Attributes:
+      mass: ``[N]`` ``Σ exp(z_roll - top_roll)``.
+      curvature: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)``; ``+inf`` where only the rollout has a token.
+    """
+
+    mass: Float[Array, " N"]
+    curvature: Float[Array, " N"]
+
+    def moved(self, rollout_factor: Array, step: Array | float) -> Bans:
+        """About other tops and another shift, as in ``moved``; an infinite one stays, whatever its weight is there."""
+        curvature = rollout_factor * (self.curvature + step * self.mass)
+        return Bans(rollout_factor * self.mass, jnp.where(self.curvature == jnp.inf, jnp.inf, curvature))
+
+
 class DivergencePartial(NamedTuple):
     """Both policies' logits over some rows of the head, float32; ``x = (z_θ - top_θ) - (z_roll - top_roll) - shift``,
     the tops in logits here.
 
     The sums are in units of ``exp(top_roll)``; in units of ``exp(top_θ)`` where the rollout has none of these rows.
-    What the policy bans has terms of its own: beside ``-Σ q x`` of a ban, ``Σ q expm1(x)`` would lose the digits that
-    TV needs.
 
     Attributes:
       policy: statistics of ``z_θ``.
@@ -102,10 +119,7 @@ class DivergencePartial(NamedTuple):
       curvature: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)``; a token that only the policy has adds
         ``exp(z_θ - top_θ - shift)``, one that the policy bans nothing.
       moment: ``[N]`` ``Σ exp(z_roll - top_roll) x`` over the tokens that both have, but what the policy bans.
-      lost: ``[N]`` ``Σ exp(z_roll - top_roll)`` over the tokens that the policy bans, by ``x < -30`` or altogether;
-        None where no bias may ban any.
-      ban: ``[N]`` ``Σ exp(z_roll - top_roll) (expm1(x) - x)`` over the same tokens, ``+inf`` where there is one that
-        only the rollout has; None with ``lost``.
+      bans: what the policy bans; None where no bias may.
     """
 
     policy: SoftmaxPartial
@@ -113,14 +127,13 @@ class DivergencePartial(NamedTuple):
     shift: Float[Array, " N"]
     curvature: Float[Array, " N"]
     moment: Float[Array, " N"]
-    lost: Float[Array, " N"] | None
-    ban: Float[Array, " N"] | None
+    bans: Bans | None
 
     @property
     def growth(self) -> Float[Array, " N"]:
         """``u = E_roll[expm1 x]``."""
         gained = self.curvature + self.moment
-        return (gained if self.lost is None else gained - self.lost) * jnp.exp(-self.rollout.log_total)
+        return (gained if self.bans is None else gained - self.bans.mass) * jnp.exp(-self.rollout.log_total)
 
 
 def moved(
@@ -141,11 +154,6 @@ def moved(
     near = rollout_factor * (second * total + (s + second) * moment)
     far = (policy_factor - rollout_factor) * (total + moment) + rollout_factor * step * total
     return policy_factor * curvature + jnp.where(small, near, far), rollout_factor * (moment - step * total)
-
-
-def moved_ban(ban: Array, lost: Array, rollout_factor: Array, step: Array) -> Array:
-    """``ban`` about other tops and another shift, as in ``moved``; an infinite one whatever its weight is there."""
-    return jnp.where(ban == jnp.inf, jnp.inf, rollout_factor * (ban + step * lost))
 
 
 def max_over(axis: AxisName, values: Array) -> Array:
@@ -246,7 +254,7 @@ def merge_divergence(
     )
     step = jnp.where(one_sided, 0.0, unit * difference_of(rollout_gap, policy_gap) - part.shift)
     rollout_factor = jnp.exp(unit * rollout_gap)
-    total = jnp.exp(part.rollout.log_total) - (0.0 if part.lost is None else part.lost)
+    total = jnp.exp(part.rollout.log_total) - (0.0 if part.bans is None else part.bans.mass)
     total = jnp.where(one_sided, 0.0, total)
     moment, mass = jax.lax.psum(rollout_factor[None] * jnp.stack([part.moment - step * total, total]), axis)
     mean = moment / jnp.where(mass > 0, mass, 1.0)
@@ -255,12 +263,12 @@ def merge_divergence(
     gap = jnp.where(jnp.isneginf(part.rollout.top), unit * policy_gap - shift, unit * rollout_gap - step)
     policy_factor = jnp.exp(gap)
     expectations = [*moved(part.curvature, part.moment, total, policy_factor, rollout_factor, step)]
-    if part.lost is not None and part.ban is not None:
-        expectations += [rollout_factor * part.lost, moved_ban(part.ban, part.lost, rollout_factor, step)]
+    if part.bans is not None:
+        expectations += part.bans.moved(rollout_factor, step)
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)
     policy, rollout = softmax_of_sums(tops[0], *sums[0:3]), softmax_of_sums(tops[1], *sums[4:7])
-    bans = (None, None) if part.lost is None else (sums[10], sums[11])
-    whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], *bans)
+    bans = None if part.bans is None else Bans(sums[10], sums[11])
+    whole = DivergencePartial(policy, rollout, shift, sums[8], sums[9], bans)
     return whole, sums[3] - policy.log_total, sums[7] - rollout.log_total
 
 
@@ -291,7 +299,8 @@ def divergence_of_sums(whole: DivergencePartial) -> tuple[Float[Array, " N"], Fl
     difference, far = normaliser_difference(whole.policy, whole.rollout, growth, whole.shift)
     near = scale * whole.curvature - expm1_minus_identity(jnp.where(far, 0.0, difference))
     kl = jnp.where(far, difference - scale * whole.moment, near)
-    if whole.lost is not None and whole.ban is not None:
-        kl = jnp.where(whole.ban == jnp.inf, jnp.inf, kl + scale * (whole.ban + jnp.where(far, whole.lost, 0.0)))
+    if whole.bans is not None:
+        mass, curvature = whole.bans
+        kl = jnp.where(curvature == jnp.inf, jnp.inf, kl + scale * (curvature + jnp.where(far, mass, 0.0)))
     kl = jnp.where(jnp.isneginf(whole.rollout.top), 0.0, jnp.maximum(kl, 0.0))
     return difference, jnp.where(jnp.isnan(difference), jnp.nan, kl)

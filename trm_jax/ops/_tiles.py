@@ -20,19 +20,17 @@ from jaxtyping import Array
 from trm_jax.ops._head import product_dtype
 
 __all__ = [
-    *(
-        "CHUNK",
-        "LANES",
-        "MASKED",
-        "SUBLANES",
-        "UNSEEN",
-        "Units",
-        "as_kernel",
-        "fold_rows",
-        "is_token",
-        "logit_tile",
-        "product",
-    ),
+    "CHUNK",
+    "LANES",
+    "MASKED",
+    "SUBLANES",
+    "UNSEEN",
+    "Units",
+    "as_kernel",
+    "fold_rows",
+    "is_token",
+    "logit_tile",
+    "product",
 ]
 
 LANES, SUBLANES = 128, 8

@@ -10,7 +10,7 @@ from trm_jax.ops._vmem import Chip, padded_bytes, pick_blocks
 __all__ = ["STATE", "SUMS", "divergence_blocks", "divergence_bytes", "held_columns"]
 
 SUMS = 2 * len(Softmax._fields) + 4
-"""Running sums of the first sweep: both policies', curvature, moment, lost mass and its ban."""
+"""Running sums of the first sweep: both policies', curvature, moment, and both of the bans."""
 
 STATE = SUMS + 4
 """Arrays of ``[8, tokens]`` kept between its tiles: the sums, both tops, and both numbers of ``outlook``."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._operands import Operands, Tiling, add_policy, row_of
-from trm_jax.ops._partials import BANNED, DivergencePartial, difference_of, moved_ban
+from trm_jax.ops._partials import BANNED, Bans, DivergencePartial, difference_of
 from trm_jax.ops._softmax_rows import logit_of_picked, near_top, with_token
 from trm_jax.ops._tiles import SUBLANES, UNSEEN, Units, as_kernel
 from trm_jax.ops._vmem import chip_of
@@ -171,12 +171,12 @@ def divergence_statistics(
     # The rollout's weight may underflow where the policy's does not: a difference of the two, as in the sweep.
     far = here[0] & (~here[1] | (x > 1.0))
     own = jnp.where(far, alone - weight * (1.0 + x), weight * expm1_minus_identity(jnp.minimum(x, 1.0)))
-    lost = ban = None
+    bans = None
     if policy_bias is not None or rollout_bias is not None:
         banned = here[1] & (~here[0] | (x < BANNED))
-        lost = factor * out[10] + jnp.where(banned, weight, 0.0)
+        others = Bans(out[10], out[11]).moved(factor, 0.0)
         own_ban = jnp.where(here[0], weight * (-1.0 - x), jnp.inf)
-        ban = moved_ban(out[11], out[10], factor, jnp.zeros_like(factor)) + jnp.where(banned, own_ban, 0.0)
+        bans = Bans(*(a + jnp.where(banned, b, 0.0) for a, b in zip(others, (weight, own_ban), strict=True)))
         own, x = (jnp.where(banned, 0.0, value) for value in (own, x))
     part = DivergencePartial(
         policy=policy,
@@ -184,8 +184,7 @@ def divergence_statistics(
         shift=shift,
         curvature=factor * out[8] + own,
         moment=factor * out[9] + weight * x,
-        lost=lost,
-        ban=ban,
+        bans=bans,
     )
     return part, logits
 

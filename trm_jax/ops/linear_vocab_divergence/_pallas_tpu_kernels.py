@@ -27,7 +27,7 @@ from jaxtyping import Array
 
 from trm_jax.ops._online_softmax import Softmax, softmax_add, softmax_merge, softmax_start, softmax_update
 from trm_jax.ops._operands import Operand, Tiling, by_name
-from trm_jax.ops._partials import BANNED, moved, moved_ban
+from trm_jax.ops._partials import BANNED, Bans, moved
 from trm_jax.ops._tiles import CHUNK, LANES, MASKED, UNSEEN, Units, fold_rows, is_token, logit_tile
 from trm_jax.ops.linear_vocab_divergence._config import STATE, SUMS
 
@@ -162,27 +162,23 @@ _OUTWEIGHS = 2.0
 
 
 class _Sums(NamedTuple):
-    """Running sums, ``[8, tokens]`` each, in the kernel's units; ``curvature`` and what follows as in the record.
-
-    The last two are None where no bias makes a ban.
-    """
+    """Running sums, ``[8, tokens]`` each, in the kernel's units; ``curvature`` and what follows as in the record."""
 
     policy: Softmax
     rollout: Softmax
     curvature: Array
     moment: Array
-    lost: Array | None
-    ban: Array | None
+    bans: Bans | None
 
     @classmethod
     def of(cls, rows: Any, biased: bool) -> _Sums:
-        bans = rows[10:12] if biased else (None, None)
-        return cls(Softmax(*rows[:4]), Softmax(*rows[4:8]), *rows[8:10], *bans)
+        bans = Bans(rows[10], rows[11]) if biased else None
+        return cls(Softmax(*rows[:4]), Softmax(*rows[4:8]), rows[8], rows[9], bans)
 
     @property
     def shared(self) -> Array:
         """The rollout's total over the tokens that the policy does not ban."""
-        return self.rollout.total if self.lost is None else self.rollout.total - self.lost
+        return self.rollout.total if self.bans is None else self.rollout.total - self.bans.mass
 
     def about(self, policy_top: Array, rollout_top: Array, units: Units) -> _Sums:
         """The same sums referred to other references, near the tops or larger ones."""
@@ -193,25 +189,19 @@ class _Sums(NamedTuple):
         step = jnp.where(unseen, 0.0, gap * units.unit)
         shared = jnp.where(unseen, 0.0, self.shared)
         curvature, moment = moved(self.curvature, self.moment, shared, policy_factor, rollout_factor, step)
-        if self.lost is None or self.ban is None:
-            return _Sums(policy, rollout, curvature, moment, None, None)
-        lost, ban = rollout_factor * self.lost, moved_ban(self.ban, self.lost, rollout_factor, step)
-        return _Sums(policy, rollout, curvature, moment, lost, ban)
+        bans = None if self.bans is None else self.bans.moved(rollout_factor, step)
+        return _Sums(policy, rollout, curvature, moment, bans)
 
     def plus(self, tile: Sequence[Array]) -> _Sums:
         """With the sums of a tile about the same references: totals and moments of both, and the others."""
         policy, rollout = softmax_add(self.policy, *tile[:2]), softmax_add(self.rollout, *tile[2:4])
-        curvature, moment, lost, ban = tile[4:]
-        if self.lost is None or self.ban is None:
-            return _Sums(policy, rollout, self.curvature + curvature, self.moment + moment, None, None)
-        return _Sums(
-            *(policy, rollout, self.curvature + curvature, self.moment + moment, self.lost + lost, self.ban + ban)
-        )
+        bans = None if self.bans is None else Bans(*(a + b for a, b in zip(self.bans, tile[6:], strict=True)))
+        return _Sums(policy, rollout, self.curvature + tile[4], self.moment + tile[5], bans)
 
     def _centre(self, units: Units) -> Array:
         """How far apart references stand with which ``x`` would have a mean of 0, nearly; NaN before any column."""
         gained = self.curvature + self.moment
-        gained = gained if self.lost is None else gained - self.lost
+        gained = gained if self.bans is None else gained - self.bans.mass
         growth = gained * pl.reciprocal(self.rollout.total, approx=True)
         out: Array = (self.policy.top - self.rollout.top) + jnp.log(jnp.maximum(1.0 + growth, 1e-3)) * (1 / units.unit)
         return out
@@ -237,8 +227,8 @@ class _Sums(NamedTuple):
         rows: list[Array] = []
         for old, new, top in ((self.policy, alike.policy, tops[0]), (self.rollout, alike.rollout, tops[1])):
             rows += softmax_merge(new, top, old.top == top)
-        zeros = jnp.zeros(shape, jnp.float32)
-        return rows + [jnp.sum(zeros if x is None else x, axis=0, keepdims=True) for x in alike[2:]]
+        bans = alike.bans or Bans(*[jnp.zeros(shape, jnp.float32)] * 2)
+        return rows + [jnp.sum(x, axis=0, keepdims=True) for x in (alike.curvature, alike.moment, *bans)]
 
 
 def statistics_kernel(static: Static, *refs: Any) -> None:
