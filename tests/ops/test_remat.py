@@ -1,4 +1,4 @@
-"""Inside ``jax.checkpoint``: a policy that saves products saves none of the operators' own."""
+"""Under ``jax.checkpoint``, and in the derivative of a loop: none of the operators' own products are kept."""
 
 from __future__ import annotations
 
@@ -62,3 +62,28 @@ def test_no_logits_are_saved(
     np.testing.assert_allclose(value, want, rtol=1e-6)
     for got, expected in zip(pull(jnp.ones_like(value)), whole(jnp.ones_like(value)), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)  # the same sums, compiled twice
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("loss", [log_probs, weighted])
+def test_a_loop_over_a_constant_rollout_keeps_no_logits(
+    loss: Callable[..., jax.Array], form: dict[str, Any], operands: Callable[..., dict[str, Any]]
+) -> None:
+    """A derivative of a loop computes what no turn changes once, ahead of it: never the rollout's logits."""
+    given = operands(N, D, V)
+    if "vocab_axis" in form:
+        form = form | {"mesh": jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)}
+    epochs = jnp.stack([jnp.asarray(given["hidden"]) * scale for scale in (1.0, 0.9, 0.8)])
+
+    def looped(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda total, h: (total + loss(h, head, given, **form), None), 0.0, hidden)[0]
+
+    def unrolled(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return sum(loss(h, head, given, **form) for h in hidden)
+
+    args = epochs, jnp.asarray(given["head"])
+    jaxpr = jax.make_jaxpr(jax.grad(looped, (0, 1)))(*args)
+    made = [np.prod(v.aval.shape) for e in jax.tree.leaves(jaxpr.eqns) for v in e.outvars]
+    assert max(made) < N * V / 2, max(made)
+    for got, want in zip(jax.grad(looped, (0, 1))(*args), jax.grad(unrolled, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # the same sums, compiled twice

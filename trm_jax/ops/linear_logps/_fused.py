@@ -174,7 +174,8 @@ def _linear_logps_fwd(
 ) -> tuple[LinearLogps, _Residuals]:
     if plan.implementation == "pallas_tpu":
         hidden, head = _once_differentiable((hidden, head))
-    out: LinearLogps = as_one_step(functools.partial(_forward, plan), hidden, head, tokens, support)
+    forward, barrier = functools.partial(_forward, plan), plan.implementation == "chunked"
+    out: LinearLogps = as_one_step(forward, hidden, head, tokens, support, barrier=barrier)
     return out, (hidden, head, tokens, support, out)
 
 

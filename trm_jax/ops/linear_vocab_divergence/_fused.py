@@ -93,5 +93,7 @@ def linear_vocab_divergence_fused(
             )
 
     rows = (policy_hidden, rollout_hidden, tokens, support)
-    out: VocabDivergence = as_one_step(functools.partial(over_shards, plan.layout, body), rows, heads)
+    out: VocabDivergence = as_one_step(
+        functools.partial(over_shards, plan.layout, body), rows, heads, barrier=plan.implementation == "chunked"
+    )
     return out
