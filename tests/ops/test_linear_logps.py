@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from trm_jax import ops
+from trm_jax.ops import _dispatch
 from trm_jax.types import VocabDivergence
 
 N, D, V = 37, 12, 101  # neither divides any chunk below
@@ -72,10 +73,14 @@ def oracle_gradient(
     return dz @ head.astype(float), dz.T @ hidden.astype(float)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize(("implementation", "devices"), [("reference", 8), ("chunked", 8), ("chunked", 1)])
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_values_and_gradients(implementation: str, restricted: bool, temperature: float) -> None:
+def test_values_and_gradients(
+    implementation: str, devices: int, restricted: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, a device goes through the head in contiguous chunks."""
+    monkeypatch.setattr(_dispatch.jax, "device_count", lambda: devices)
     hidden, head, tokens = operands()
     support = random_support(tokens) if restricted else None
     bits = None if support is None else pack(support)

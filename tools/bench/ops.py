@@ -148,16 +148,16 @@ def _gradient_matmuls(hidden: Array, head: Array, rollout_hidden: Array, tokens:
     (n, width), vocabulary = hidden.shape, head.shape[0]
     size, count = vocabulary_chunks(vocabulary, n, default_chunk_size(jax.default_backend()))
     precision = product_precision(hidden, head)
-    rows = jnp.pad(head, [(0, size * count - vocabulary), (0, 0)]).reshape(size, count, width)
+    rows = jnp.pad(head, [(0, size * count - vocabulary), (0, 0)]).reshape(count, size, width)
     wide = hidden.astype(jnp.float32)
 
     def step(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         grad_hidden, grad_head = carry
-        part = jax.lax.dynamic_index_in_dim(rows, index, 1, keepdims=False)
+        part = jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
         dz = _made(head_logits(hidden, Head(part, None, None), None))
         grad_hidden += jnp.dot(dz, part.astype(jnp.float32), precision=precision)
         grad = jax.lax.dot_general(dz, wide, (((0,), (0,)), ((), ())), precision=precision)
-        return grad_hidden, jax.lax.dynamic_update_index_in_dim(grad_head, grad.astype(head.dtype), index, 1)
+        return grad_hidden, jax.lax.dynamic_update_index_in_dim(grad_head, grad.astype(head.dtype), index, 0)
 
     (forward,) = _forward_matmuls(1)(hidden, head, rollout_hidden, tokens)
     start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(rows.shape, head.dtype)

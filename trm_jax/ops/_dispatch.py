@@ -9,7 +9,15 @@ import jax
 
 from trm_jax.checks import known_name
 
-__all__ = ["AnyMesh", "Implementation", "choose_implementation", "default_chunk_size", "platform_of", "rows_at_once"]
+__all__ = [
+    "AnyMesh",
+    "Implementation",
+    "choose_implementation",
+    "default_chunk_size",
+    "placed",
+    "platform_of",
+    "rows_at_once",
+]
 
 Implementation: TypeAlias = Literal["reference", "chunked", "pallas_tpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "chunked", "pallas_tpu")
@@ -26,6 +34,14 @@ def platform_of(mesh: AnyMesh | None) -> str:
         if platform is not None:
             return str(platform)
     return jax.default_backend()
+
+
+def placed(mesh: AnyMesh | None) -> bool:
+    """Each device works on what it holds: under a mesh that was given, or as the only one.
+
+    Elsewhere the compiler may have to follow operands that several devices share.
+    """
+    return mesh is not None or jax.device_count() == 1
 
 
 def choose_implementation(
@@ -61,8 +77,7 @@ def choose_implementation(
     on_tpu = platform_of(mesh) == "tpu"
     if implementation is None:
         # The compiler cannot split a kernel: without a mesh it would gather operands that several devices share.
-        placed = mesh is not None or jax.device_count() == 1
-        if typed_by_shard_map or not ((on_tpu and placed) or interpret):
+        if typed_by_shard_map or not ((on_tpu and placed(mesh)) or interpret):
             return "chunked"
         try:
             if not interpret:

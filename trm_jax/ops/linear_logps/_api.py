@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.numerics import AnyArray
 from trm_jax.ops._choice import choose
-from trm_jax.ops._dispatch import AnyMesh, Implementation
+from trm_jax.ops._dispatch import AnyMesh, Implementation, placed
 from trm_jax.ops._head import Head, as_head, check_operands, check_scaling, legal_tokens
 from trm_jax.ops._sharding import Layout, layout_of, with_automatic_axes
 from trm_jax.ops.linear_logps._fused import Plan, check_blocks, linear_logps_fused
@@ -119,7 +119,15 @@ def linear_logps(
         if choice.implementation == "reference":
             out = linear_logps_reference(h, w, y, bits, scaling)
         else:
-            plan = Plan(choice.implementation, scaling, layout, choice.chunk_size, choice.rows_at_once, interpret)
+            plan = Plan(
+                choice.implementation,
+                scaling,
+                layout,
+                choice.chunk_size,
+                choice.rows_at_once,
+                placed(None if layout is None else layout.mesh),
+                interpret,
+            )
             out = linear_logps_fused(plan, h, w, y, bits)
         return out._replace(logps=jnp.where(legal, out.logps, jnp.nan))
 

@@ -92,19 +92,24 @@ def logps_gradients(
     *,
     scaling: Scaling,
     chunk_size: int,
+    contiguous: bool,
     head_gradient_dtype: jnp.dtype,
 ) -> tuple[Float[Array, "N D"], Float[Array, "V D"], Float[Array, " V"] | None]:
     """What these rows of the head add to the gradient of the hidden states (float32), and their own gradients.
 
     With ``c = z - logsumexp`` the logit's gradient is ``exp(c) (slope + entropy_slope · c) + 1[v = y] token_slope``.
+
+    Chunk ``j`` of ``k`` has the rows ``j, j + k, …`` of the head, as in ``map_token_chunks``: of a head that several
+    devices share every chunk then keeps its share on each. Contiguous chunks are faster where there is nothing to keep.
     """
     vocabulary, width = head.weight.shape
     size, count = vocabulary_chunks(vocabulary, hidden.shape[0], chunk_size)
     pad = size * count - vocabulary
+    axis, shape = (0, (count, size)) if contiguous else (1, (size, count))
 
-    def split(x: Array) -> Array:  # chunk j holds the rows j, j + count, …, as in map_token_chunks
+    def split(x: Array) -> Array:
         padded = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)) if pad else x
-        return padded.reshape(size, count, *x.shape[1:])
+        return padded.reshape(*shape, *x.shape[1:])
 
     split_head = jax.tree.map(split, head)
     precision = product_precision(hidden, head.weight)
@@ -115,8 +120,9 @@ def logps_gradients(
 
     def step(index: Array, carry: _Gradients) -> _Gradients:
         grad_hidden, grad_weight, grad_bias = carry
-        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False), split_head)
-        ids = jnp.arange(size, dtype=jnp.int32) * count + index
+        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), split_head)
+        rows = jnp.arange(size, dtype=jnp.int32)
+        ids = index * size + rows if contiguous else rows * count + index
         allowed = (ids < vocabulary)[None, :]
         if support is not None:
             allowed = allowed & support_at(support, jnp.minimum(ids, vocabulary - 1))
@@ -133,18 +139,20 @@ def logps_gradients(
         grad_hidden = grad_hidden + jnp.dot(
             dz, part.weight.astype(jnp.float32), precision=precision, preferred_element_type=jnp.float32
         )
-        rows = jax.lax.dot_general(
+        grad_rows = jax.lax.dot_general(
             dz, wide_h, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
-        grad_weight = jax.lax.dynamic_update_index_in_dim(grad_weight, rows.astype(head_gradient_dtype), index, 1)
+        grad_weight = jax.lax.dynamic_update_index_in_dim(
+            grad_weight, grad_rows.astype(head_gradient_dtype), index, axis
+        )
         if grad_bias is not None:
-            grad_bias = jax.lax.dynamic_update_index_in_dim(grad_bias, jnp.sum(dz, axis=0), index, 1)
+            grad_bias = jax.lax.dynamic_update_index_in_dim(grad_bias, jnp.sum(dz, axis=0), index, axis)
         return grad_hidden, grad_weight, grad_bias
 
     start = (
         jnp.zeros(hidden.shape, jnp.float32),
         jnp.zeros(split_head.weight.shape, head_gradient_dtype),
-        None if head.bias is None else jnp.zeros((size, count), jnp.float32),
+        None if head.bias is None else jnp.zeros(shape, jnp.float32),
     )
     start = as_varying(start, like=(h, head, slopes))
     grads = step(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, step, start)

@@ -32,6 +32,7 @@ class Plan(NamedTuple):
       layout: None on one device, or where the compiler shards.
       chunk_size: of the chunked form.
       rows_at_once: of the chunked form.
+      contiguous: of the chunked form, whose chunks of the vocabulary are then contiguous rows of the head.
       interpret: of the kernel.
     """
 
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     layout: Layout | None
     chunk_size: int
     rows_at_once: int
+    contiguous: bool
     interpret: bool
 
     @property
@@ -107,6 +109,7 @@ def _gradients(
             slopes,
             scaling=plan.scaling,
             chunk_size=plan.chunk_size,
+            contiguous=plan.contiguous,
             head_gradient_dtype=head_dtype,
         )
     from trm_jax.ops.linear_logps._pallas_tpu_gradients import logps_gradients
