@@ -146,7 +146,7 @@ def _forward_matmuls(heads: int) -> Callable[..., Any]:
 def _gradient_matmuls(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> tuple[Array, ...]:
     """Forward, then chunks of the vocabulary against all tokens: logits again, and both gradients."""
     (n, width), vocabulary = hidden.shape, head.shape[0]
-    size, count = vocabulary_chunks(vocabulary, n, default_chunk_size(jax.default_backend()))
+    size, count = vocabulary_chunks(vocabulary, n + 2 * width, default_chunk_size(jax.default_backend()))
     precision = product_precision(hidden, head)
     rows = jnp.pad(head, [(0, size * count - vocabulary), (0, 0)]).reshape(count, size, width)
     wide = hidden.astype(jnp.float32)

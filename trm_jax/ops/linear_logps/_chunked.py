@@ -27,8 +27,8 @@ __all__ = ["logps_gradients", "logps_statistics", "vocabulary_chunks"]
 _Gradients = tuple[Array, Array, Array | None]
 
 
-def vocabulary_chunks(vocabulary: int, tokens: int, chunk_size: int) -> tuple[int, int]:
-    """``(size, count)`` of the backward chunks: ``[tokens, size]`` logits take about the memory of ``[chunk_size, V]``.
+def vocabulary_chunks(vocabulary: int, held: int, chunk_size: int) -> tuple[int, int]:
+    """``(size, count)`` of the backward chunks: ``[held, size]`` numbers take about the memory of ``[chunk_size, V]``.
 
     A count that divides the vocabulary is preferred, because padding would copy the head; among those one whose size is
     a multiple of 16, so that every chunk splits evenly over devices that share the vocabulary.
@@ -36,7 +36,7 @@ def vocabulary_chunks(vocabulary: int, tokens: int, chunk_size: int) -> tuple[in
     >>> vocabulary_chunks(151_936, 4_096, 128), vocabulary_chunks(101, 64, 16)
     ((9496, 16), (32, 4))
     """
-    ideal = min(max(1, math.ceil(tokens / chunk_size)), vocabulary)
+    ideal = min(max(1, math.ceil(held / chunk_size)), vocabulary)
     counts = [n for n in range(math.ceil(ideal / 2), min(2 * ideal, vocabulary) + 1) if vocabulary % n == 0]
     if counts:
         count = min(counts, key=lambda n: (-math.gcd(vocabulary // n, 16), abs(n - ideal)))
@@ -100,10 +100,13 @@ def logps_gradients(
     With ``c = z - logsumexp`` the logit's gradient is ``exp(c) (slope + entropy_slope · c) + 1[v = y] token_slope``.
 
     Chunk ``j`` of ``k`` has the rows ``j, j + k, …`` of the head, as in ``map_token_chunks``: of a head that several
-    devices share every chunk then keeps its share on each. Contiguous chunks are faster where there is nothing to keep.
+    devices share every chunk then keeps its share on each. Contiguous chunks are faster where there is nothing to keep;
+    and where no chunk costs a sum over devices there are enough of them for the rows of the head and of its gradient,
+    both in float32, to be held beside the logits.
     """
     vocabulary, width = head.weight.shape
-    size, count = vocabulary_chunks(vocabulary, hidden.shape[0], chunk_size)
+    held = hidden.shape[0] + (2 * width if contiguous else 0)
+    size, count = vocabulary_chunks(vocabulary, held, chunk_size)
     pad = size * count - vocabulary
     axis, shape = (0, (count, size)) if contiguous else (1, (size, count))
 
