@@ -313,6 +313,21 @@ def test_one_token_that_moves_among_few(vocabulary: int, tool: ModuleType) -> No
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
 
 
+@pytest.mark.parametrize("vocabulary", [1500, pytest.param(2304, marks=pytest.mark.slow)])
+def test_mass_that_comes_after_a_token_that_the_policy_alone_likes(vocabulary: int, tool: ModuleType) -> None:
+    """References that suited the tiles before it would stand off all of the mass, and its own rounding hide KL."""
+    kinds = [(low, gain, noise) for low in (-15, -20, -25) for gain in (0, -2, -4) for noise in (0.0, 1e-3)]
+    rng = np.random.default_rng(0)
+    rollout = np.tile([[float(low)] for low, _, _ in kinds], (1, vocabulary))
+    rollout[:, -256:-128] = 0.0
+    policy = rollout + np.array([noise for _, _, noise in kinds])[:, None] * rng.normal(size=rollout.shape)
+    policy[:, 42] = [gain for _, gain, _ in kinds]
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
+    tokens = np.full(len(kinds), vocabulary - 1)
+    for one, other in ((policy, rollout), (rollout, policy)):
+        check_rows(one, other, tokens, *tool.exact(one, other), KERNELS)
+
+
 @pytest.mark.parametrize("tile", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_mass_in_one_tile_whose_likeliest_token_moves(tile: int, tool: ModuleType) -> None:
     """The others of its tile then stand off both tops by the same, and KL is a small part of what the kernel sums."""

@@ -150,7 +150,7 @@ def moved(
     """
     small = jnp.abs(step) < _SMALL_STEP
     s = jnp.where(small, -step, 0.0)
-    second = 0.5 * s * s * (1.0 + s / 3 * (1.0 + s / 4 * (1.0 + s / 5)))  # expm1(s) - s, to 3e-7 of it
+    second = s * s * (0.5 + s * (1 / 6 + s * (1 / 24 + s * (1 / 120))))  # expm1(s) - s, to 3e-7 of it
     near = rollout_factor * (second * total + (s + second) * moment)
     far = (policy_factor - rollout_factor) * (total + moment) + rollout_factor * step * total
     return policy_factor * curvature + jnp.where(small, near, far), rollout_factor * (moment - step * total)

@@ -12,8 +12,8 @@ __all__ = ["STATE", "SUMS", "divergence_blocks", "divergence_bytes", "held_colum
 SUMS = 2 * len(Softmax._fields) + 4
 """Running sums of the first sweep: both policies', curvature, moment, and both of the bans."""
 
-STATE = SUMS + 4
-"""Arrays of ``[8, tokens]`` kept between its tiles: the sums, both tops, and both numbers of ``outlook``."""
+STATE = SUMS + 5
+"""Arrays of ``[8, tokens]`` kept between its tiles: the sums, both tops, and the numbers of ``outlook``."""
 
 _CANDIDATES = ((1024, 512), (512, 512), (512, 256), (256, 256), (256, 128), (128, 128))
 """Large token blocks first: the head is read from memory once for each of them."""

@@ -7,9 +7,9 @@ exponential. The policy's running reference is its top, the rollout's stands whe
 not, as about both tops where a likely token of a flat policy has moved, the curvature is much more than KL, and a
 series exact to 6e-4 is not enough: what it leaves out of a tile is added, as the moments of that tile's ``x`` tell it,
 and where there are few tiles the series is exact. New references move both sums exactly; how far they stand apart is
-made of the last tile, and where a new top outweighs what was seen, they are both tops. The last ones stand at their
-tops, or one of them below. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where those
-differ.
+made of the last tile, and where a new top of either outweighs what was seen, they are both tops. The last ones stand at
+their tops, or one of them below. Second sweep: ``½ Σ π_roll |expm1(x - normaliser)|``, or ``|π_θ - π_roll|`` where
+those differ.
 
 Both read each head once for every block of tokens and keep one tile of logits. Epilogues stand in the same basic block
 as the products of other token columns, the only place where the scheduler overlaps the vector with the matrix unit.
@@ -145,7 +145,8 @@ def _left_out(total: Array, curvature: Array, moment: Array) -> Array:
 
     Where KL is much less than the curvature, ``x`` has a mean ``m`` and little variance ``s``, and ``E[x⁴]`` is ``m⁴ +
     6 m² s`` where it spreads evenly and ``m⁴ + 3 m² s`` where a token of little mass has moved alone: 4.5 here, which
-    is off by less than 1e-3 of KL in both. ``s`` is made of the curvature, ``E[x²]/2 + E[x³]/6``.
+    is off by less than 1e-3 of KL in both, and by up to 5e-3 where ``m`` is within a few ``sqrt(s)`` of 0.083, so that
+    the mean of the smaller is not the smaller of the means. ``s`` is made of the curvature, ``E[x²]/2 + E[x³]/6``.
     """
     scale = pl.reciprocal(jnp.maximum(total, 1e-30), approx=True)
     mean = moment * scale
@@ -187,8 +188,7 @@ class _Sums(NamedTuple):
         unseen = (self.policy.top <= UNSEEN) | (self.rollout.top <= UNSEEN)
         gap = (policy_top - self.policy.top) - (rollout_top - self.rollout.top)
         step = jnp.where(unseen, 0.0, gap * units.unit)
-        shared = jnp.where(unseen, 0.0, self.shared)
-        curvature, moment = moved(self.curvature, self.moment, shared, policy_factor, rollout_factor, step)
+        curvature, moment = moved(self.curvature, self.moment, self.shared, policy_factor, rollout_factor, step)
         bans = None if self.bans is None else self.bans.moved(rollout_factor, step)
         return _Sums(policy, rollout, curvature, moment, bans)
 
@@ -206,12 +206,12 @@ class _Sums(NamedTuple):
         out: Array = (self.policy.top - self.rollout.top) + jnp.log(jnp.maximum(1.0 + growth, 1e-3)) * (1 / units.unit)
         return out
 
-    def outlook(self, t_max: Array, r_max: Array, units: Units) -> tuple[Array, Array]:
-        """How far apart the next tile's references stand, and below which new top of the policy they do."""
+    def outlook(self, t_max: Array, r_max: Array, units: Units) -> tuple[Array, Array, Array]:
+        """How far apart the next tile's references stand, and below which new tops of both policies they do."""
         centre, tops = self._centre(units), t_max - r_max
         near = jnp.abs(centre - tops) < _DRIFT / units.unit
-        weight = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS)) * (1 / units.unit) + (self.rollout.top - r_max)
-        return jnp.where(near, centre, tops), t_max + weight
+        r_limit = jnp.log(self.rollout.total * (1.0 / _OUTWEIGHS)) * (1 / units.unit) + self.rollout.top
+        return jnp.where(near, centre, tops), r_limit + tops, r_limit
 
     def merged(self, t_max: Array, r_max: Array, units: Units) -> list[Array]:
         """The rows of the output, the eight sublanes as one."""
@@ -242,7 +242,7 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         for i, value in enumerate((*start, *start)):
             state[i] = value
         state[8:SUMS] = jnp.zeros_like(state[8:SUMS])
-        for i, value in enumerate((start.top, start.top, start.total, start.top), SUMS):
+        for i, value in enumerate((start.top, start.top, start.total, start.top, start.top), SUMS):
             state[i] = value
         if static.picks:
             state[STATE:] = jnp.zeros_like(state[STATE:])
@@ -251,10 +251,10 @@ def statistics_kernel(static: Static, *refs: Any) -> None:
         t_tile, r_tile = tiles
         tokens = named["tokens"][:, columns]
         old = _Sums.of([state[i, :, columns] for i in range(SUMS)], static.biased)
-        t_max, r_max, offset, limit = (state[i, :, columns] for i in range(SUMS, STATE))
+        t_max, r_max, offset, t_limit, r_limit = (state[i, :, columns] for i in range(SUMS, STATE))
         t_max = jnp.maximum(t_max, jnp.max(fold_rows(t_tile, 0, size), axis=0))
         r_max = jnp.maximum(r_max, jnp.max(fold_rows(r_tile, 0, size), axis=0))
-        apart = t_max < limit
+        apart = (t_max < t_limit) & (r_max < r_limit)
         r_top = jnp.where(apart, jnp.maximum(r_max - _DRIFT / units.unit, t_max - offset), r_max)
         rows = [jnp.zeros_like(t_max)] * 8  # as in plus
         picked = [jnp.zeros_like(t_max)] * 2
