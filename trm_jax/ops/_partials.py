@@ -137,13 +137,23 @@ class DivergencePartial(NamedTuple):
 
 
 def moved(
-    curvature: Array, moment: Array, total: Array, policy_factor: Array, rollout_factor: Array, step: Array
+    curvature: Array,
+    moment: Array,
+    total: Array,
+    grown: Array,
+    policy_factor: Array,
+    rollout_factor: Array,
+    step: Array,
 ) -> tuple[Array, Array]:
     """``(curvature, moment)`` about other tops and a shift that is larger by ``step``.
+
+    A curvature that is more than all of the policy's mass has lost what is less than its rounding; it is
+    ``grown - total - moment`` too, about the others.
 
     Args:
       curvature: as in ``DivergencePartial``; ``moment`` too.
       total: ``Σ exp(z_roll - top_roll)`` over the tokens that both have.
+      grown: ``Σ exp(z_roll - top_roll) exp(x)``, the policy's mass, about the other tops and shift.
       policy_factor: ``exp(-step) · rollout_factor``.
       rollout_factor: ``exp(old top_roll - new top_roll)``.
       step: new shift less the old one; finite, and 0 where there is no ``total``.
@@ -151,9 +161,13 @@ def moved(
     small = jnp.abs(step) < _SMALL_STEP
     s = jnp.where(small, -step, 0.0)
     second = s * s * (0.5 + s * (1 / 6 + s * (1 / 24 + s * (1 / 120))))  # expm1(s) - s, to 3e-7 of it
-    near = rollout_factor * (second * total + (s + second) * moment)
-    far = (policy_factor - rollout_factor) * (total + moment) + rollout_factor * step * total
-    return policy_factor * curvature + jnp.where(small, near, far), rollout_factor * (moment - step * total)
+    kept, rest = rollout_factor * total, rollout_factor * moment
+    drift = step * kept
+    near = second * kept + (s + second) * rest
+    far = (policy_factor - rollout_factor) * (total + moment) + drift
+    scaled = policy_factor * curvature
+    curvature = jnp.where(scaled > grown, grown - (kept + (rest - drift)), scaled + jnp.where(small, near, far))
+    return curvature, rest - drift
 
 
 def max_over(axis: AxisName, values: Array) -> Array:
@@ -262,7 +276,8 @@ def merge_divergence(
     step = jnp.where(one_sided, 0.0, step + shift)
     gap = jnp.where(jnp.isneginf(part.rollout.top), unit * policy_gap - shift, unit * rollout_gap - step)
     policy_factor = jnp.exp(gap)
-    expectations = [*moved(part.curvature, part.moment, total, policy_factor, rollout_factor, step)]
+    grown = jnp.where(jnp.isneginf(part.policy.top), 0.0, policy_factor * jnp.exp(part.policy.log_total - part.shift))
+    expectations = [*moved(part.curvature, part.moment, total, grown, policy_factor, rollout_factor, step)]
     if part.bans is not None:
         expectations += part.bans.moved(rollout_factor, step)
     sums = jax.lax.psum(jnp.stack([*policy_addends, *rollout_addends, *expectations]), axis)

@@ -188,7 +188,8 @@ class _Sums(NamedTuple):
         unseen = (self.policy.top <= UNSEEN) | (self.rollout.top <= UNSEEN)
         gap = (policy_top - self.policy.top) - (rollout_top - self.rollout.top)
         step = jnp.where(unseen, 0.0, gap * units.unit)
-        curvature, moment = moved(self.curvature, self.moment, self.shared, policy_factor, rollout_factor, step)
+        sums = self.curvature, self.moment, self.shared
+        curvature, moment = moved(*sums, policy.total, policy_factor, rollout_factor, step)
         bans = None if self.bans is None else self.bans.moved(rollout_factor, step)
         return _Sums(policy, rollout, curvature, moment, bans)
 

@@ -5,6 +5,7 @@ Between them the statistics of the shards are merged; no logit outlives its bloc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistic
 from trm_jax.types import VocabDivergence
 
 __all__ = ["vocab_divergence_swept"]
+
+_DIGITS = 19
+"""Binary ones, after the point, of a shift in logits."""
 
 
 def vocab_divergence_swept(
@@ -67,8 +71,10 @@ def vocab_divergence_swept(
     difference, kl = divergence_of_sums(whole)
     tv = None
     if with_tv:
-        # The shift moves the policy's reference instead: a normaliser that is small keeps the digits of small d.
-        reference = whole.policy.top + whole.shift / units.unit
+        # The shift moves the policy's reference instead: a normaliser that is small keeps the digits of small d. Its
+        # product with a power of two is exact: fused into the sum or not, the compiler gets the same reference.
+        grid = 2.0 ** -(_DIGITS + math.ceil(math.log2(units.unit)))
+        reference = whole.policy.top + jnp.round(whole.shift * (1.0 / (grid * units.unit))) * grid
         moved_by = jnp.where(jnp.isneginf(reference), 0.0, units.unit * (reference - whole.policy.top))
         rows = (reference, whole.policy.log_total - moved_by, whole.rollout.top, whole.rollout.log_total)
         tv = sum_over(axis, divergence_tv(*operands, logits, *rows, (whole.shift - moved_by) + difference, **options))
