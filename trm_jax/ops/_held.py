@@ -21,6 +21,7 @@ from trm_jax.ops._partials import (
     TokenGap,
     max_over,
     normaliser_difference,
+    short_references,
     softmax_of_sums,
     sum_over,
 )
@@ -110,11 +111,14 @@ def _growth(policy: _Policy, rollout: _Policy, x: Array, both: Array | None) -> 
 
 
 def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Array | None) -> Array:
-    """``((z_θ - top_θ) - (z_roll - top_roll)) / t``: exact near the tops, however far apart these are."""
+    """``((z_θ - top_θ) - (z_roll - top_roll)) / t``: exact near the tops, however far apart these are, and between
+    logits that are close."""
     one_sided = jnp.isinf(policy.top) | jnp.isinf(rollout.top)
-    a, b = (jnp.where(one_sided, 0.0, side.top)[:, None] for side in (policy, rollout))
-    equal = (policy.logits == rollout.logits) & (a == b)
-    x = jnp.where(equal, 0.0, _difference(policy.logits, a) - _difference(rollout.logits, b)) / temperature
+    tops = [jnp.where(one_sided, 0.0, side.top) for side in (policy, rollout)]
+    a, b, excess = (x[:, None] for x in short_references(*tops, jnp.zeros_like(tops[0]), 1.0))
+    equal = (policy.logits == rollout.logits) & (a == b) & (excess == 0)
+    x = (_difference(policy.logits, a) - _difference(rollout.logits, b)) + excess
+    x = jnp.where(equal, 0.0, x) / temperature
     return x if both is None else jnp.where(both, x, 0.0)
 
 

@@ -5,7 +5,6 @@ Between them the statistics of the shards are merged; no logit outlives its bloc
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,14 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._operands import lies_turned
-from trm_jax.ops._partials import AxisName, divergence_of_sums, merge_divergence, sum_over
+from trm_jax.ops._partials import (
+    AxisName,
+    DivergencePartial,
+    divergence_of_sums,
+    merge_divergence,
+    short_references,
+    sum_over,
+)
 from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
@@ -21,8 +27,22 @@ from trm_jax.types import VocabDivergence
 
 __all__ = ["vocab_divergence_swept"]
 
-_DIGITS = 19
-"""Binary ones, after the point, of a shift in logits."""
+
+def _second_references(whole: DivergencePartial, difference: Array, unit: float) -> tuple[Array, ...]:
+    """What ``divergence_tv`` takes of the merged record: both references, both log-totals about them, and by how much
+    the log-ratio about them exceeds the centred one."""
+    policy, rollout = whole.policy.top, whole.rollout.top
+    seen = ~(jnp.isneginf(policy) | jnp.isneginf(rollout))
+    tops = [jnp.where(seen, top, 0.0) for top in (policy, rollout)]
+    *references, excess = short_references(*tops, whole.shift, unit)
+    totals = (
+        side.log_total + unit * (top - reference)
+        for side, top, reference in zip((whole.policy, whole.rollout), tops, references, strict=True)
+    )
+    new = [*references, *totals, (whole.shift - unit * excess) + difference]
+    old = [policy, rollout, whole.policy.log_total, whole.rollout.log_total, whole.shift + difference]
+    a, b, a_total, b_total, normaliser = (jnp.where(seen, x, y) for x, y in zip(new, old, strict=True))
+    return a, a_total, b, b_total, normaliser
 
 
 def vocab_divergence_swept(
@@ -71,13 +91,8 @@ def vocab_divergence_swept(
     difference, kl = divergence_of_sums(whole)
     tv = None
     if with_tv:
-        # The shift moves the policy's reference instead: a normaliser that is small keeps the digits of small d. Its
-        # product with a power of two is exact: fused into the sum or not, the compiler gets the same reference.
-        grid = 2.0 ** -(_DIGITS + math.ceil(math.log2(units.unit)))
-        reference = whole.policy.top + jnp.round(whole.shift * (1.0 / (grid * units.unit))) * grid
-        moved_by = jnp.where(jnp.isneginf(reference), 0.0, units.unit * (reference - whole.policy.top))
-        rows = (reference, whole.policy.log_total - moved_by, whole.rollout.top, whole.rollout.log_total)
-        tv = sum_over(axis, divergence_tv(*operands, logits, *rows, (whole.shift - moved_by) + difference, **options))
+        rows = _second_references(whole, difference, units.unit)
+        tv = sum_over(axis, divergence_tv(*operands, logits, *rows, **options))
         tv = jnp.where(jnp.isnan(difference), jnp.nan, jnp.clip(tv, 0.0, 1.0))
     return VocabDivergence(
         policy_logps=policy_logps,
