@@ -313,6 +313,47 @@ def test_one_token_that_moves_among_few(vocabulary: int, tool: ModuleType) -> No
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("form", "absolute"),
+    [({}, 0.0), ({"implementation": "chunked"}, 0.0), pytest.param(KERNELS, 4e-8, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("top", [0.0, 1e-4])
+def test_tokens_that_have_one_logit_in_both_policies(
+    form: dict[str, Any], absolute: float, top: float, tool: ModuleType
+) -> None:
+    """Distances from tops that differ would be rounded apart, and all of these tokens add to TV."""
+    rng = np.random.default_rng(0)
+    rollout = -np.log(1.0 + rng.permuted(np.tile(np.arange(16_001), (16, 1)), axis=1)) + 0.3 * rng.normal(
+        size=(16, 16_001)
+    )
+    policy = rollout + np.where(rng.random(rollout.shape) < 0.02, rng.choice([-1e-4, 1e-4], rollout.shape), 0.0)
+    policy[np.arange(16), rollout.argmax(-1)] += top
+    policy, rollout, unit = policy.astype(np.float32), rollout.astype(np.float32), np.eye(16, dtype=np.float32)
+    _, tv = tool.exact(policy, rollout)
+    if form:
+        out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.arange(16), **form)
+    else:
+        out = divergences.vocab_divergence(policy, rollout, np.arange(16))
+    np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3 if absolute else 1e-5, atol=absolute)
+
+
+@pytest.mark.parametrize(("offset", "temperature"), [(30.0, 0.1), (1000.0, 0.6)])
+@both_forms
+def test_an_offset_and_a_temperature(
+    offset: float, temperature: float, form: dict[str, str | bool], tool: ModuleType
+) -> None:
+    """The second sweep's reference is rounded once: made again by other operations it would be another one."""
+    rng = np.random.default_rng(0)
+    rollout = rng.normal(size=(64, 2304)).astype(np.float32)
+    policy = (rollout + offset + 10 ** rng.uniform(-4, -2, size=(64, 1)) * rng.normal(size=rollout.shape)).astype(
+        np.float32
+    )
+    unit, tokens = np.eye(64, dtype=np.float32), rollout.argmax(-1)
+    _, tv = tool.exact(policy.astype(float) / temperature, rollout.astype(float) / temperature)
+    out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, tokens, temperature=temperature, **form)
+    np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
+
+
 @pytest.mark.parametrize("vocabulary", [1500, pytest.param(2304, marks=pytest.mark.slow)])
 def test_mass_that_comes_after_a_token_that_the_policy_alone_likes(vocabulary: int, tool: ModuleType) -> None:
     """References that suited the tiles before it would stand off all of the mass, and its own rounding hide KL."""

@@ -1,6 +1,7 @@
 """Full-vocabulary comparison of two policies from their logits.
 
-Both logits count from their largest, near which float32 differences are exact. With ``x = z_θ - z_roll`` of these and
+Both logits count from their largest, near which float32 differences are exact; for their difference from short numbers,
+which keep it exact where the two are close. With ``x = z_θ - z_roll`` of these and
 ``u = E_roll[expm1 x]``,
 
     ``log Σ e^z_θ - log Σ e^z_roll = log1p(u)``,  ``d = log π_θ - log π_roll = x - log1p(u)``,
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trm_jax.checks import required, same_shape, shape_of, static_temperature, token_ids
+from trm_jax.divergences._references import short_references
 from trm_jax.divergences._softmax import Softmax, softmax_statistics, take_token
 from trm_jax.numerics import AnyArray, absent_values, expm1_minus_identity
 from trm_jax.types import VocabDivergence
@@ -104,15 +106,19 @@ def _both(policy_logits: Array, rollout_logits: Array) -> Array:
 
 
 def _log_ratio(
-    policy: Softmax, rollout: Softmax, both: Array, temperature: float
+    logits: tuple[Array, Array], policy: Softmax, rollout: Softmax, both: Array, temperature: float
 ) -> tuple[Array, Array, Array, Array, Array]:
     """``d``, ``π_θ - π_roll``, where that is ``π_roll expm1(d)``, ``π_roll``; and a number that is NaN where undefined.
 
     Far from 0, and where one side has no such token, it is the difference of the two probabilities.
     """
     weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
-    differ = both & (policy.gap != rollout.gap)  # not so: -inf - -inf
-    x = jnp.where(differ, policy.gap - rollout.gap, 0.0) / temperature
+    tops = [jnp.max(z, axis=-1, initial=-jnp.inf) for z in logits]
+    tops = [jnp.where(jnp.isinf(top), 0.0, top) for top in tops]
+    a, b, excess = (x[..., None] for x in short_references(*tops, 0.0, 1.0))
+    differ = both & ((logits[0] != logits[1]) | (a != b) | (excess != 0))  # not so: -inf - -inf
+    between = ((logits[0] - a) - (logits[1] - b)) + excess
+    x = jnp.where(differ, between, 0.0) / temperature
 
     def less_one(log_ratio: Array, probability: Array) -> tuple[Array, Array]:
         near = both & (log_ratio <= 1.0)
@@ -138,7 +144,7 @@ def _compared(policy_logits: Array, rollout_logits: Array, temperature: float) -
         jnp.where(z > -jnp.inf, side.gap / temperature - jnp.log(side.total)[..., None], 0.0)
         for z, side in zip(logits, (policy, rollout), strict=True)
     )
-    d, excess, _, q, _ = _log_ratio(policy, rollout, _both(*logits), temperature)
+    d, excess, _, q, _ = _log_ratio(logits, policy, rollout, _both(*logits), temperature)
     return _Compared(log_p, log_q, policy.unnormalised / policy.total[..., None], q, d, excess)
 
 
@@ -168,7 +174,7 @@ def _divergence(
     policy = softmax_statistics(policy_logits, tokens, temperature=temperature)
     rollout = softmax_statistics(rollout_logits, tokens, temperature=temperature)
     both = _both(policy_logits, rollout_logits)
-    d, terms, near, weight, defined = _log_ratio(policy, rollout, both, temperature)
+    d, terms, near, weight, defined = _log_ratio((policy_logits, rollout_logits), policy, rollout, both, temperature)
     far = jnp.where(near, 0.0, terms) - jnp.where(both & ~near, weight * d, 0.0)
     small = weight * expm1_minus_identity(jnp.where(near, d, 0.0))
     kl, tv = jnp.sum(jnp.where(near, small, far), axis=-1), None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from trm_jax.divergences import total_variation_of_sums
+from trm_jax.divergences import short_references, total_variation_of_sums
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._partials import (
     AxisName,
@@ -21,7 +21,6 @@ from trm_jax.ops._partials import (
     TokenGap,
     max_over,
     normaliser_difference,
-    short_references,
     softmax_of_sums,
     sum_over,
 )

@@ -21,7 +21,6 @@ at all. Equal operands give exactly 0.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -59,12 +58,6 @@ _SMALL_STEP = 0.1
 _LARGE_CURVATURE = 16.0
 _LARGE_SHIFT = 5.0
 """Mean log-ratios beyond it are left: policies that far apart have no small terms to keep."""
-
-
-_SHORT = 10
-"""Binary digits after the point of the distance of two references, in logits."""
-_LOW = 4
-"""The power of two whose multiple a reference is, of logits; 0 for tops below four of them."""
 
 
 class SoftmaxPartial(NamedTuple):
@@ -249,29 +242,6 @@ def difference_of(a: Array, b: Array) -> Array:
     NaN stays.
     """
     return jnp.where((a == b) | jnp.isinf(a) | jnp.isinf(b), 0.0, a - b)
-
-
-def short_references(policy_top: Array, rollout_top: Array, shift: Array, unit: float) -> tuple[Array, Array, Array]:
-    """``(a, b, excess)``: references near enough to the tops, with ``excess = (a - top_θ) - (b - top_roll)``, rounded
-    once, and about ``shift / unit``.
-
-    They are short numbers, which leave a logit as it is when subtracted from it. So the difference of two logits that
-    are equal or close stays exact, where distances from the tops would be rounded apart. Integers add up exactly, and
-    products with powers of two are exact: whatever the compiler fuses and makes again, the references are the same.
-
-    Args:
-      policy_top: ``[N]`` finite; ``rollout_top`` too.
-      shift: ``[N]`` small.
-      unit: of a logit; ``shift`` is in logits.
-    """
-    exponent = math.ceil(math.log2(unit))
-    fine, coarse = 2.0 ** -(_SHORT + exponent), 2.0 ** (_LOW - exponent)
-    apart = policy_top - rollout_top
-    back = apart - policy_top
-    lost = (policy_top - (apart - back)) - (rollout_top + back)
-    distance = (jnp.round(apart * (1 / fine)) + jnp.round(shift * (1 / (fine * unit)))) * fine
-    low = jnp.where(jnp.abs(rollout_top) > 4 * coarse, jnp.round(rollout_top * (1 / coarse)) * coarse, 0.0)
-    return low + distance, low, (distance - apart) - lost
 
 
 def merge_divergence(

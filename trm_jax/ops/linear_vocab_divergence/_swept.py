@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from trm_jax.divergences import short_references
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._partials import (
@@ -17,7 +18,6 @@ from trm_jax.ops._partials import (
     DivergencePartial,
     divergence_of_sums,
     merge_divergence,
-    short_references,
     sum_over,
 )
 from trm_jax.ops._tiles import Units
