@@ -47,9 +47,10 @@ def linear_vocab_divergence(
     Each policy is ``softmax(z)`` of ``z = cap(hidden · headᵀ + bias) / temperature``, with
     ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order. Divergences and log-probs are constants
     for the gradient; ``linear_logps`` is the differentiable one. A KL of 1e-7 keeps 1% relative accuracy
-    whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%. The kernel's TV may be off by 5% where the
-    policy all but bans a rare token, by 30 nats and more, through its row of the head: ban by a bias or a support. Its
-    KL may be off by 0.5% where one tile of many has the mass, and a likely token there has moved by 0.08 alone.
+    whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%. The kernel's TV may be off by 4e-8 where
+    most tokens have nearly one logit in both policies, and by 5% where the policy all but bans a rare token, by 30 nats
+    and more, through its row of the head (ban by a bias or a support); its KL by 0.5% where one tile of many has the
+    mass, and a likely token there has moved by 0.08 alone.
 
     With a mesh, each device holds its rows of the heads and its tokens, and what travels is 48 to 68 bytes a token of
     statistics, for heads sharded over the vocabulary alone: one whose D is sharded too (FSDP) is gathered over that
