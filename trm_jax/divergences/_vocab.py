@@ -114,8 +114,8 @@ def _log_ratio(
     """
     weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
     tops = [jnp.max(z, axis=-1, initial=-jnp.inf) for z in logits]
-    tops = [jnp.where(jnp.isinf(top), 0.0, top) for top in tops]
-    a, b, excess = (x[..., None] for x in short_references(*tops, 0.0, 1.0))
+    policy_top, rollout_top = (jnp.where(jnp.isinf(top), 0.0, top) for top in tops)
+    a, b, excess = (x[..., None] for x in short_references(policy_top, rollout_top, 0.0, 1.0))
     differ = both & ((logits[0] != logits[1]) | (a != b) | (excess != 0))  # not so: -inf - -inf
     between = ((logits[0] - a) - (logits[1] - b)) + excess
     x = jnp.where(differ, between, 0.0) / temperature

@@ -113,8 +113,8 @@ def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Arra
     """``((z_θ - top_θ) - (z_roll - top_roll)) / t``: exact near the tops, however far apart these are, and between
     logits that are close."""
     one_sided = jnp.isinf(policy.top) | jnp.isinf(rollout.top)
-    tops = [jnp.where(one_sided, 0.0, side.top) for side in (policy, rollout)]
-    a, b, excess = (x[:, None] for x in short_references(*tops, jnp.zeros_like(tops[0]), 1.0))
+    policy_top, rollout_top = (jnp.where(one_sided, 0.0, side.top) for side in (policy, rollout))
+    a, b, excess = (x[:, None] for x in short_references(policy_top, rollout_top, 0.0, 1.0))
     equal = (policy.logits == rollout.logits) & (a == b) & (excess == 0)
     x = (_difference(policy.logits, a) - _difference(rollout.logits, b)) + excess
     x = jnp.where(equal, 0.0, x) / temperature

@@ -34,7 +34,7 @@ def _second_references(whole: DivergencePartial, difference: Array, unit: float)
     policy, rollout = whole.policy.top, whole.rollout.top
     seen = ~(jnp.isneginf(policy) | jnp.isneginf(rollout))
     tops = [jnp.where(seen, top, 0.0) for top in (policy, rollout)]
-    *references, excess = short_references(*tops, whole.shift, unit)
+    *references, excess = short_references(tops[0], tops[1], whole.shift, unit)
     totals = (
         side.log_total + unit * (top - reference)
         for side, top, reference in zip((whole.policy, whole.rollout), tops, references, strict=True)
