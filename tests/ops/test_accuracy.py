@@ -369,6 +369,22 @@ def test_mass_that_comes_after_a_token_that_the_policy_alone_likes(vocabulary: i
         check_rows(one, other, tokens, *tool.exact(one, other), KERNELS)
 
 
+def test_a_deterministic_rollout_of_a_policy_that_also_likes_another_token(tool: ModuleType) -> None:
+    """About the references of the tiles in between, the curvature is ten thousand times the mass that is left of it."""
+    kinds = [
+        (low, gain, places) for low in (-30, -60, -90) for gain in (-2, -4, -7) for places in ((42, 2003), (2003, 42))
+    ]
+    rng = np.random.default_rng(0)
+    rollout = np.array([[float(low)] for low, _, _ in kinds]) + 0.5 * rng.normal(size=(len(kinds), 2304))
+    policy = rollout.copy()
+    for row, (_, gain, (hot, other)) in enumerate(kinds):
+        rollout[row, hot] = policy[row, hot] = 0.0
+        policy[row, other] = gain
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
+    tokens = np.array([other for _, _, (_, other) in kinds])
+    check_rows(policy, rollout, tokens, *tool.exact(policy, rollout), KERNELS)
+
+
 @pytest.mark.parametrize("tile", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_mass_in_one_tile_whose_likeliest_token_moves(tile: int, tool: ModuleType) -> None:
     """The others of its tile then stand off both tops by the same, and KL is a small part of what the kernel sums."""

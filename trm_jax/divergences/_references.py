@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-__all__ = ["short_references"]
+__all__ = ["difference_about_tops", "short_references"]
 
 _SHORT = 10
 """Binary digits after the point of the distance of two references, in logits."""
@@ -46,3 +46,27 @@ def short_references(
     low = jnp.where(jnp.abs(least) > 4 * coarse, jnp.round(least * (1 / coarse)) * coarse, 0.0)
     a, b = low + jnp.where(higher, distance, 0.0), low - jnp.where(higher, 0.0, distance)
     return a, b, (distance - apart) - lost
+
+
+def difference_about_tops(
+    policy_logits: Float[Array, "*S V"],
+    rollout_logits: Float[Array, "*S V"],
+    policy_top: Float[Array, "*S"],
+    rollout_top: Float[Array, "*S"],
+) -> Float[Array, "*S V"]:
+    """``(z_θ - top_θ) - (z_roll - top_roll)`` by short references; exactly 0 where logits and tops are equal.
+
+    What is equal is asked for before it is subtracted: the compiler may contract a product into the subtraction.
+
+    Args:
+      policy_logits: ``[..., V]``; ``rollout_logits`` too. One that is not finite makes its token not finite.
+      policy_top: ``[...]`` finite; ``rollout_top`` too.
+
+    >>> z = jnp.array([0.0, -3.0])
+    >>> [float(x) for x in difference_about_tops(z + 1.0, z, jnp.float32(1.0), jnp.float32(0.0))]
+    [0.0, 0.0]
+    """
+    a, b, excess = (x[..., None] for x in short_references(policy_top, rollout_top, 0.0, 1.0))
+    equal = (policy_logits == rollout_logits) & (a == b) & (excess == 0)
+    policy, rollout = (jnp.where(z == about, 0.0, z - about) for z, about in ((policy_logits, a), (rollout_logits, b)))
+    return jnp.where(equal, 0.0, (policy - rollout) + excess)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trm_jax.checks import required, same_shape, shape_of, static_temperature, token_ids
-from trm_jax.divergences._references import short_references
+from trm_jax.divergences._references import difference_about_tops
 from trm_jax.divergences._softmax import Softmax, softmax_statistics, take_token
 from trm_jax.numerics import AnyArray, absent_values, expm1_minus_identity
 from trm_jax.types import VocabDivergence
@@ -115,10 +115,7 @@ def _log_ratio(
     weight = rollout.unnormalised / rollout.total[..., None]  # π_roll
     tops = [jnp.max(z, axis=-1, initial=-jnp.inf) for z in logits]
     policy_top, rollout_top = (jnp.where(jnp.isinf(top), 0.0, top) for top in tops)
-    a, b, excess = (x[..., None] for x in short_references(policy_top, rollout_top, 0.0, 1.0))
-    differ = both & ((logits[0] != logits[1]) | (a != b) | (excess != 0))  # not so: -inf - -inf
-    between = ((logits[0] - a) - (logits[1] - b)) + excess
-    x = jnp.where(differ, between, 0.0) / temperature
+    x = jnp.where(both, difference_about_tops(*logits, policy_top, rollout_top), 0.0) / temperature
 
     def less_one(log_ratio: Array, probability: Array) -> tuple[Array, Array]:
         near = both & (log_ratio <= 1.0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from trm_jax.divergences import short_references, total_variation_of_sums
+from trm_jax.divergences import difference_about_tops, total_variation_of_sums
 from trm_jax.numerics import expm1_minus_identity
 from trm_jax.ops._partials import (
     AxisName,
@@ -114,10 +114,7 @@ def _log_ratio(policy: _Policy, rollout: _Policy, temperature: float, both: Arra
     logits that are close."""
     one_sided = jnp.isinf(policy.top) | jnp.isinf(rollout.top)
     policy_top, rollout_top = (jnp.where(one_sided, 0.0, side.top) for side in (policy, rollout))
-    a, b, excess = (x[:, None] for x in short_references(policy_top, rollout_top, 0.0, 1.0))
-    equal = (policy.logits == rollout.logits) & (a == b) & (excess == 0)
-    x = (_difference(policy.logits, a) - _difference(rollout.logits, b)) + excess
-    x = jnp.where(equal, 0.0, x) / temperature
+    x = difference_about_tops(policy.logits, rollout.logits, policy_top, rollout_top) / temperature
     return x if both is None else jnp.where(both, x, 0.0)
 
 
