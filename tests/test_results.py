@@ -124,8 +124,9 @@ def record(path: str) -> dict[str, Any]:
     return found
 
 
-def test_what_is_said_of_the_operators_on_a_cpu_is_the_committed_result() -> None:
-    said, found = readme("ops_cpu"), record("ops_cpu/float32.json")
+@pytest.mark.parametrize("name", ["float32", "float32_again"])
+def test_what_is_said_of_the_operators_on_a_cpu_is_the_committed_result(name: str) -> None:
+    said, found = readme("ops_cpu"), record(f"ops_cpu/{name}.json")
     lines = {(line["operator"], line["form"]): line for line in found["lines"]}
     assert (found["platform"], found["absent"]) == ("cpu", {"pallas_tpu": "needs a TPU"})
     assert not found["dirty"]
@@ -146,19 +147,23 @@ def test_what_is_said_of_the_operators_on_a_cpu_is_the_committed_result() -> Non
         return ratio
 
     gradient = "linear_logps_gradient"
-    assert found["command"] in said
-    assert "gradients take 1.1, log-probs 1.3 and divergences with TV 2.0" in said
-    for operator, share in ((gradient, 1.1), ("linear_logps", 1.3), ("linear_vocab_divergence", 2.0)):
-        assert lines[operator, "chunked"]["time_over_matmuls"] == pytest.approx(share, abs=0.05), operator
-    assert "tokamax's gradient is faster than ours on a CPU, in 0.6 to 1 of our time" in said
-    assert 0.6 <= over_ours("tokamax", gradient, "seconds_median") <= 1.0
+    assert found["command"].replace(name, "float32") in said
+    assert "Gradients take 0.96 of naive's time in one run and 1.07 in the other" in said
+    of_naive = {"float32": 0.96, "float32_again": 1.07}[name]
+    assert lines[gradient, "chunked"]["time_over_naive"] == pytest.approx(of_naive, abs=0.005)
+    assert "gradients take 1.1 to 1.3, log-probs 1.3 to 1.4 and divergences with TV 2.0 to 2.2" in said
+    shares = {gradient: (1.1, 1.3), "linear_logps": (1.3, 1.4), "linear_vocab_divergence": (2.0, 2.2)}
+    for operator, (least, most) in shares.items():
+        assert least <= round(lines[operator, "chunked"]["time_over_matmuls"], 2) <= most, operator
+    assert "tokamax's gradient takes 0.95 to 1.15 of our time on a CPU" in said
+    assert 0.95 <= over_ours("tokamax", gradient, "seconds_median") <= 1.15
     assert lines[gradient, "tokamax"]["temporaries_over_naive"] == pytest.approx(1, abs=0.01)  # it holds the logits
     assert "Tunix's forward pass is as fast as ours, within 25%, and holds half of our temporaries" in said
     assert 0.75 <= over_ours("tunix", "linear_logps", "seconds_median") <= 1.25
     assert over_ours("tunix", "linear_logps", "temporary_bytes") == pytest.approx(0.5, abs=0.1)
-    assert "its gradient is up to 1.4 times slower, in 2.5 to 3.5 times our temporaries" in said
-    assert 1.0 <= over_ours("tunix", gradient, "seconds_median") <= 1.4
-    assert 2.5 <= over_ours("tunix", gradient, "temporary_bytes") <= 3.5
+    assert "its gradient is up to 1.45 times slower, in 4 to 4.5 times our temporaries" in said
+    assert 1.0 <= over_ours("tunix", gradient, "seconds_median") <= 1.45
+    assert 4.0 <= over_ours("tunix", gradient, "temporary_bytes") <= 4.5
 
 
 def test_no_error_of_small_divergences_is_above_what_is_said() -> None:
