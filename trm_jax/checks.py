@@ -107,7 +107,7 @@ def bool_mask(**masks: AnyArray | None) -> None:
 
 
 def number(name: str, value: Any) -> float:
-    """The scalar as a Python float: an int, a NumPy or a JAX scalar may stand for one, a text or a list may not.
+    """The scalar as a Python float: an int, a NumPy or a JAX scalar may stand for one, no text, bool or list.
 
     Raises:
       TypeError: naming the field and what was given.
@@ -117,7 +117,7 @@ def number(name: str, value: Any) -> float:
       ...
     TypeError: tis_cap must be a number, given '2'
     """
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or jnp.shape(value) != ():
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__") or jnp.shape(value) != ():
         given = f"an array of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)
         raise TypeError(f"{name} must be a number, given {given}")
     return float(value)

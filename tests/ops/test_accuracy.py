@@ -337,6 +337,44 @@ def test_tokens_that_have_one_logit_in_both_policies(
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3 if absolute else 1e-5, atol=absolute)
 
 
+@pytest.mark.parametrize(
+    ("form", "absolute"),
+    [({}, 0.0), ({"implementation": "chunked"}, 0.0), pytest.param(KERNELS, 4e-7, marks=pytest.mark.slow)],
+)
+def test_a_likeliest_token_that_moves_beside_one_logit(form: dict[str, Any], absolute: float, tool: ModuleType) -> None:
+    """All other tokens are rounded alike, and an offset takes one policy's over a power of two."""
+    rng = np.random.default_rng(0)
+    level, moved = rng.uniform(8, 12, (32, 1)), 10 ** rng.uniform(-5, -3, 32)
+    rollout = np.tile(-level, (1, 8001))
+    rollout[:, 5] = 0.0
+    policy = rollout + rng.choice([0.4, 3.0, 7.0], (32, 1))
+    policy[:, 5] += moved
+    policy, rollout, unit = policy.astype(np.float32), rollout.astype(np.float32), np.eye(32, dtype=np.float32)
+    kl, tv = tool.exact(policy, rollout)
+    if form:
+        out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.arange(32), **form)
+    else:
+        out = divergences.vocab_divergence(policy, rollout, np.arange(32))
+    np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3 if absolute else 1e-5, atol=absolute)
+    if not absolute:
+        np.testing.assert_allclose(out.token_kl, kl, rtol=2e-4)  # of 1e-11
+
+
+@pytest.mark.parametrize(("tops", "temperature"), [((1058.9277, 58.548775), 0.1), ((15.821223, 18.821098), 1e-3)])
+@pytest.mark.parametrize("token", [77, 5])
+def test_an_offset_alone_is_no_distance(tops: tuple[float, float], temperature: float, token: int) -> None:
+    """References that stand further from 0 than all digits of their distance reach are rounded again."""
+    rollout = np.zeros((1, 4000), np.float32)
+    rollout[0, 77] = tops[1]
+    policy = np.where(rollout > 0, np.float32(tops[0]), np.float32(tops[0]) - np.float32(tops[1]))
+    unit = np.eye(1, dtype=np.float32)
+    out = ops.linear_vocab_divergence(
+        unit, policy.T, unit, rollout.T, np.array([token]), temperature=temperature, **KERNELS
+    )
+    assert float(out.token_tv[0]) < 1e-9  # the rest has no probability
+    assert float(out.token_kl[0]) < 1e-9
+
+
 @pytest.mark.parametrize(("offset", "temperature"), [(30.0, 0.1), (1000.0, 0.6)])
 @both_forms
 def test_an_offset_and_a_temperature(
@@ -352,6 +390,36 @@ def test_an_offset_and_a_temperature(
     _, tv = tool.exact(policy.astype(float) / temperature, rollout.astype(float) / temperature)
     out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, tokens, temperature=temperature, **form)
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-5, 1e4])
+@every_form
+def test_references_are_as_fine_as_the_temperature(
+    temperature: float, form: dict[str, str | bool], tool: ModuleType
+) -> None:
+    """An offset of 300 temperatures is less than a thousandth of a logit at 1e-6."""
+    rng = np.random.default_rng(0)
+    rollout = (rng.normal(size=(4, 2000)) * temperature).astype(np.float32)
+    policy = rollout + np.float32(300 * temperature)
+    policy[:, 5] += np.float32(0.01 * temperature)
+    out = check_options(policy, rollout, form, tool, temperature=temperature)
+    raw = divergences.vocab_divergence(policy, rollout, np.arange(4), temperature=temperature)
+    _, tv = tool.exact(*(x.astype(float) / temperature for x in (policy, rollout)))
+    for got in (raw.token_tv, *([] if "interpret" in form else [out.token_tv])):
+        np.testing.assert_allclose(got, tv, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [{"implementation": "reference"}, {"implementation": "chunked"}])
+def test_logits_near_the_largest_number(form: dict[str, str], tool: ModuleType) -> None:
+    policy, rollout = np.array([[1e36, 1e36, 5e35]], np.float32), np.array([[0.0, 0.0, -1.0]], np.float32)
+    kl, tv = tool.exact(policy.astype(float), rollout.astype(float))
+    unit = jnp.eye(1)
+    for out in (
+        ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.array([0]), **form),
+        divergences.vocab_divergence(policy, rollout, np.array([0])),
+    ):
+        np.testing.assert_allclose(out.token_kl, kl, rtol=1e-6)
+        np.testing.assert_allclose(out.token_tv, tv, rtol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [1500, pytest.param(2304, marks=pytest.mark.slow)])

@@ -322,6 +322,20 @@ def test_full_logits_are_never_held() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * v / 4
 
 
+def test_a_vocabulary_without_divisors_costs_no_copy_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor of its gradient, 16 MiB each: the last chunk of a prime number of rows shares some with its neighbour."""
+    monkeypatch.setattr(_dispatch.jax, "device_count", lambda: 1)
+    n, d, v = 64, 512, 8191
+    shapes = (jax.ShapeDtypeStruct((n, d), jnp.float32), jax.ShapeDtypeStruct((v, d), jnp.float32))
+    tokens = jnp.zeros(n, jnp.int32)
+
+    def total(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(ops.linear_logps(h, w, tokens, chunk_size=16).logps)
+
+    compiled = jax.jit(jax.grad(total, (0, 1))).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * v * d / 4
+
+
 @pytest.mark.parametrize("program", ["logps", "gradient", "divergence"])
 def test_full_logits_are_not_held_by_default(program: str) -> None:
     """Without ``chunk_size``, of 16,384 tokens: chunks of 256, so a 64th of [N, V] for each array that a chunk has."""

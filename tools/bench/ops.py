@@ -42,7 +42,7 @@ from trm_jax import ops
 from trm_jax.ops._dispatch import default_chunk_size
 from trm_jax.ops._head import Head, head_logits, product_precision
 from trm_jax.ops._rows import map_token_chunks
-from trm_jax.ops.linear_logps._chunked import vocabulary_chunks
+from trm_jax.ops.linear_logps._vocabulary_chunks import vocabulary_chunks
 from trm_jax.types import VocabDivergence
 
 Array = jax.Array

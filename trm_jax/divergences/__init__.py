@@ -1,7 +1,6 @@
 """Divergences between two policies: from the sampled token, from K tokens, from the whole vocabulary."""
 
-from trm_jax.divergences._references import difference_about_tops as difference_about_tops
-from trm_jax.divergences._references import short_references as short_references
+from trm_jax.divergences._difference import difference_about_tops as difference_about_tops
 from trm_jax.divergences._sampled import TopKDivergence as TopKDivergence
 from trm_jax.divergences._sampled import binary_kl as binary_kl
 from trm_jax.divergences._sampled import binary_tv as binary_tv

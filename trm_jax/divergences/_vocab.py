@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trm_jax.checks import required, same_shape, shape_of, static_temperature, token_ids
-from trm_jax.divergences._references import difference_about_tops
+from trm_jax.divergences._difference import difference_about_tops
 from trm_jax.divergences._softmax import Softmax, softmax_statistics, take_token
 from trm_jax.numerics import AnyArray, absent_values, expm1_minus_identity
 from trm_jax.types import VocabDivergence

@@ -41,9 +41,10 @@ def linear_logps(
     ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order: the log π of TRM's ratios
     ``ρ = π_θ / π_roll``. Differentiable in reverse mode in ``hidden``, ``head`` and ``bias``, through all three outputs
     (the kernel once, the other forms again: forward over reverse, ``jax.jvp`` of ``jax.grad``, since reverse over
-    reverse holds all logits). Products are accumulated in float32, the head gradient too. A gradient knows one rounded
-    ``logsumexp``: of logits that share a large offset, it has lost what the offset rounds. ``[B, T, D]`` is flattened
-    by the caller: ``jax.vmap`` holds a chunk of each of the B rows at once, and B gradients of the head.
+    reverse holds all logits, and so does ``jax.linearize``). Products are accumulated in float32, the head gradient
+    too. A gradient knows one rounded ``logsumexp``: of logits that share a large offset, it has lost what the offset
+    rounds. ``[B, T, D]`` is flattened by the caller: ``jax.vmap`` holds a chunk of each of the B rows at once, and B
+    gradients of the head.
 
     With a mesh, each device holds its rows of the head and its tokens and the statistics travel: 20 bytes a token
     forward; backward the sum of the hidden states' gradient over ``vocab_axis`` and, where tokens are sharded, the head
@@ -57,11 +58,12 @@ def linear_logps(
     Args:
       hidden: ``[N, D]`` final hidden states, float32 or bfloat16.
       head: ``[V, D]`` row-major, float32 or bfloat16, as Hugging Face stores ``lm_head`` and tied embeddings. A
-        ``[D, V]`` kernel is refused by its shape, but for ``V = D``, where nothing tells it from its transpose.
+        ``[D, V]`` kernel is refused by its shape, but for ``V = D``, where nothing tells it from its transpose. On a
+        CPU the compiler holds a bfloat16 one in float32, whole, for the gradient and beside float32 ``hidden``.
       tokens: ``[N]`` ids in ``[0, V)``; another id, as padding has (-1, say), gets a NaN log-prob and no gradient of
         it: mask with ``jnp.where(mask, logps, 0)``, since ``logps * mask`` stays NaN.
       temperature: at least 1e-6, static.
-      logit_soft_cap: positive, static; None for none.
+      logit_soft_cap: from 1e-30 to 1e30, static; None for none.
       bias: ``[V]`` float32 or bfloat16, added to the logits before the cap; ``-inf`` takes a token (a padding row of
         the head, say, which must be finite) out of the vocabulary. A value of at most -1e29, as masks have, is
         ``-inf``, and has no gradient.

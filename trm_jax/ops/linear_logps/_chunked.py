@@ -7,8 +7,6 @@ once. Both functions work on one shard of the vocabulary; ``_fused`` merges shar
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
@@ -20,29 +18,12 @@ from trm_jax.ops._partials import SoftmaxPartial, TokenGap
 from trm_jax.ops._rows import map_token_chunks
 from trm_jax.ops._support import support_at, unpack_support
 from trm_jax.ops.linear_logps._types import LogpsSlopes
+from trm_jax.ops.linear_logps._vocabulary_chunks import ContiguousChunks, StridedChunks, vocabulary_chunks
 
-__all__ = ["logps_gradients", "logps_statistics", "vocabulary_chunks"]
+__all__ = ["logps_gradients", "logps_statistics"]
 
 
 _Gradients = tuple[Array, Array, Array | None]
-
-
-def vocabulary_chunks(vocabulary: int, held: int, chunk_size: int) -> tuple[int, int]:
-    """``(size, count)`` of the backward chunks: ``[held, size]`` numbers take about the memory of ``[chunk_size, V]``.
-
-    A count that divides the vocabulary is preferred, because padding would copy the head; among those one whose size is
-    a multiple of 16, so that every chunk splits evenly over devices that share the vocabulary.
-
-    >>> vocabulary_chunks(151_936, 4_096, 128), vocabulary_chunks(101, 64, 16)
-    ((9496, 16), (32, 4))
-    """
-    ideal = min(max(1, math.ceil(held / chunk_size)), vocabulary)
-    counts = [n for n in range(math.ceil(ideal / 2), min(2 * ideal, vocabulary) + 1) if vocabulary % n == 0]
-    if counts:
-        count = min(counts, key=lambda n: (-math.gcd(vocabulary // n, 16), abs(n - ideal)))
-        return vocabulary // count, count
-    size = 16 * math.ceil(vocabulary / ideal / 16)
-    return size, math.ceil(vocabulary / size)
 
 
 def logps_statistics(
@@ -99,22 +80,16 @@ def logps_gradients(
 
     With ``c = z - logsumexp`` the logit's gradient is ``exp(c) (slope + entropy_slope · c) + 1[v = y] token_slope``.
 
-    Chunk ``j`` of ``k`` has the rows ``j, j + k, …`` of the head, as in ``map_token_chunks``: of a head that several
-    devices share every chunk then keeps its share on each. Contiguous chunks are faster where there is nothing to keep;
-    and where no chunk costs a sum over devices there are enough of them for the rows of the head and of its gradient,
-    both in float32, to be held beside the logits.
+    Of a head that several devices share, as the compiler sees fit, every strided chunk keeps its share on each, as in
+    ``map_token_chunks``. Contiguous ones are faster where there is nothing to keep; and where no chunk costs a sum over
+    devices there are enough of them for the rows of the head and of its gradient, both in float32, to be held beside
+    the logits.
     """
     vocabulary, width = head.weight.shape
     held = hidden.shape[0] + (2 * width if contiguous else 0)
-    size, count = vocabulary_chunks(vocabulary, held, chunk_size)
-    pad = size * count - vocabulary
-    axis, shape = (0, (count, size)) if contiguous else (1, (size, count))
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)) if pad else x
-        return padded.reshape(*shape, *x.shape[1:])
-
-    split_head = jax.tree.map(split, head)
+    kind = ContiguousChunks if contiguous else StridedChunks
+    chunks = kind(vocabulary, *vocabulary_chunks(vocabulary, held, chunk_size))
+    whole_head = jax.tree.map(chunks.split, head)
     precision = product_precision(hidden, head.weight)
     # A row without a cotangent takes no part, so that NaN in a row nobody asked for stays out of the head gradient.
     active = slopes.active[:, None]
@@ -123,12 +98,11 @@ def logps_gradients(
 
     def step(index: Array, carry: _Gradients) -> _Gradients:
         grad_hidden, grad_weight, grad_bias = carry
-        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), split_head)
-        rows = jnp.arange(size, dtype=jnp.int32)
-        ids = index * size + rows if contiguous else rows * count + index
-        allowed = (ids < vocabulary)[None, :]
+        part = jax.tree.map(lambda x: chunks.chunk(x, index), whole_head)
+        ids, own = chunks.ids(index)
+        allowed = own[None, :]
         if support is not None:
-            allowed = allowed & support_at(support, jnp.minimum(ids, vocabulary - 1))
+            allowed = allowed & support_at(support, ids)
         if head.bias is not None:
             allowed = allowed & ~jnp.isneginf(part.bias)[None, :]
         logits = head_logits(h, part, scaling.soft_cap)
@@ -145,20 +119,17 @@ def logps_gradients(
         grad_rows = jax.lax.dot_general(
             dz, wide_h, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
-        grad_weight = jax.lax.dynamic_update_index_in_dim(
-            grad_weight, grad_rows.astype(head_gradient_dtype), index, axis
-        )
+        grad_weight = chunks.with_chunk(grad_weight, grad_rows.astype(head_gradient_dtype), index)
         if grad_bias is not None:
-            grad_bias = jax.lax.dynamic_update_index_in_dim(grad_bias, jnp.sum(dz, axis=0), index, axis)
+            grad_bias = chunks.with_chunk(grad_bias, jnp.sum(dz, axis=0), index)
         return grad_hidden, grad_weight, grad_bias
 
     start = (
         jnp.zeros(hidden.shape, jnp.float32),
-        jnp.zeros(split_head.weight.shape, head_gradient_dtype),
-        None if head.bias is None else jnp.zeros(shape, jnp.float32),
+        jnp.zeros(whole_head.weight.shape, head_gradient_dtype),
+        None if head.bias is None else jnp.zeros(whole_head.bias.shape, jnp.float32),
     )
     start = as_varying(start, like=(h, head, slopes))
-    grads = step(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, step, start)
+    grads = step(jnp.int32(0), start) if chunks.number == 1 else jax.lax.fori_loop(0, chunks.number, step, start)
     grad_hidden, grad_weight, grad_bias = grads
-    grad_weight = grad_weight.reshape(-1, width)[:vocabulary]
-    return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.reshape(-1)[:vocabulary]
+    return grad_hidden, chunks.whole(grad_weight), None if grad_bias is None else chunks.whole(grad_bias)

@@ -47,10 +47,11 @@ def linear_vocab_divergence(
     Each policy is ``softmax(z)`` of ``z = cap(hidden · headᵀ + bias) / temperature``, with
     ``cap(s) = logit_soft_cap · tanh(s / logit_soft_cap)``, in Gemma's order. Divergences and log-probs are constants
     for the gradient; ``linear_logps`` is the differentiable one. A KL of 1e-7 keeps 1% relative accuracy
-    whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%. The kernel's TV may be off by 4e-8 where
-    most tokens have nearly one logit in both policies, and by 5% where the policy all but bans a rare token, by 30 nats
-    and more, through its row of the head (ban by a bias or a support); its KL by 0.5% where one tile of many has the
-    mass, and a likely token there has moved by 0.08 alone.
+    whichever token the row has; from 1e-5 up, and TV from 1e-6 up, 0.1%, of the logits as float32 has them: a soft cap
+    rounds each by 1e-7 of the cap. The kernel's TV may be off by 4e-7 where the unlikely tokens share one logit, and by
+    5% where the policy all but bans a rare token, by 30 nats and more, through its row of the head (ban by a bias or a
+    support); its KL by 0.5% where one tile of many has the mass and its tokens, or a likely one, have moved by about
+    0.1; its entropies by 4e-6 nats. Logits lie within 1e29.
 
     With a mesh, each device holds its rows of the heads and its tokens, and what travels is 48 to 68 bytes a token of
     statistics, for heads sharded over the vocabulary alone: one whose D is sharded too (FSDP) is gathered over that
@@ -62,14 +63,15 @@ def linear_vocab_divergence(
     Args:
       policy_hidden: ``[N, D]`` hidden states of the training model, float32 or bfloat16.
       policy_head: ``[V, D]`` its head. A ``[D, V]`` kernel is refused by its shape, but for ``V = D``, where nothing
-        tells it from its transpose.
+        tells it from its transpose. On a CPU the compiler holds a bfloat16 one in float32, whole, beside float32
+        ``policy_hidden``; so it does the rollout's.
       rollout_hidden: ``[N, D]`` hidden states from which the engine sampled (another width is allowed).
       rollout_head: ``[V, D]`` the engine's head: float32, bfloat16, or int8 with its scale, which is then widened some
         thousand rows at a time.
       tokens: ``[N]`` sampled ids in ``[0, V)``; another id, as padding has (-1, say), gets NaN log-probs: mask them
         with ``jnp.where``, not by a product. Divergences do not depend on the token.
       temperature: at least 1e-6, static; of both policies.
-      logit_soft_cap: positive, static; of both policies; None for none.
+      logit_soft_cap: from 1e-30 to 1e30, static; of both policies; None for none.
       policy_bias: ``[V]`` added to the policy's logits before the cap; ``-inf`` takes a token (a padding row of the
         head, say, which must be finite) out of its vocabulary. A value of at most -1e29, as masks have, is ``-inf``.
       rollout_bias: likewise of the engine.

@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from trm_jax.divergences import short_references
 from trm_jax.ops._head import Head, Scaling
 from trm_jax.ops._operands import lies_turned
 from trm_jax.ops._partials import (
@@ -23,6 +22,7 @@ from trm_jax.ops._partials import (
 from trm_jax.ops._tiles import Units
 from trm_jax.ops._token import token_gap, token_logits
 from trm_jax.ops.linear_vocab_divergence._pallas_tpu import divergence_statistics, divergence_tv
+from trm_jax.ops.linear_vocab_divergence._references import short_references
 from trm_jax.types import VocabDivergence
 
 __all__ = ["vocab_divergence_swept"]
