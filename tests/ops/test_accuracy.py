@@ -357,7 +357,7 @@ def test_a_likeliest_token_that_moves_beside_one_logit(form: dict[str, Any], abs
         out = divergences.vocab_divergence(policy, rollout, np.arange(32))
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3 if absolute else 1e-5, atol=absolute)
     if not absolute:
-        np.testing.assert_allclose(out.token_kl, kl, rtol=2e-4)  # of 1e-11
+        np.testing.assert_allclose(out.token_kl, kl, rtol=1e-3)  # of 1e-11
 
 
 @pytest.mark.parametrize(("tops", "temperature"), [((1058.9277, 58.548775), 0.1), ((15.821223, 18.821098), 1e-3)])
