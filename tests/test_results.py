@@ -59,6 +59,19 @@ def test_the_quickstart_table_is_the_committed_result(slug: str) -> None:
     assert arm["final_sd"] == pytest.approx(statistics.stdev(finals), abs=5e-5)
 
 
+def test_what_is_said_of_the_quickstarts_seeds_is_the_committed_result() -> None:
+    arms = results("quickstart")["arms"]
+    ends = {slug: accuracies(arm, -1) for slug, arm in arms.items()}
+    starts = accuracies(arms["uncorrected"], 0)
+    for corrected in ("trm", "cis"):
+        for end, lost, whole in zip(ends[corrected], ends["uncorrected"], ends["zero_mismatch"], strict=True):
+            assert end - lost > (whole - lost) / 2
+    assert sum(end > start for end, start in zip(ends["uncorrected"], starts, strict=True)) == len(starts) - 1 == 2
+    uncorrected = min(statistics.stdev(ends[slug]) for slug in ("uncorrected", "lag_only"))
+    assert uncorrected > max(statistics.stdev(ends[slug]) for slug in ("zero_mismatch", "numerics_only", "trm", "cis"))
+    assert max(starts) - min(starts) < 0.05  # changelog
+
+
 def test_the_time_of_the_quickstart_is_the_committed_one() -> None:
     seconds = results("quickstart")["time"]["seconds"]
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -245,9 +245,7 @@ def test_every_divergence_of_the_sampled_token_is_float32_and_elementwise() -> N
         "ratio_from_displacement": divergences.ratio_from_displacement,
     }
     of_the_vocabulary = {"topk_divergence", "vocab_divergence", "logits_divergence"}
-    sums_of_the_vocabulary = {"softmax_statistics", "total_variation_of_sums"} | {
-        "difference_about_tops",
-    }
+    sums_of_the_vocabulary = {"softmax_statistics", "total_variation_of_sums", "difference_about_tops"}
     # Jitted functions are no plain functions; what is callable and no class counts.
     public = {n for n, f in vars(divergences).items() if callable(f) and not inspect.isclass(f)}
     assert public == set(forms) | of_the_vocabulary | sums_of_the_vocabulary

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 from trm_jax import divergences, ops
+from trm_jax.types import VocabDivergence
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "divergence_accuracy.py"
 
@@ -313,6 +314,15 @@ def test_one_token_that_moves_among_few(vocabulary: int, tool: ModuleType) -> No
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3)
 
 
+def divergence_of_logits(policy: np.ndarray, rollout: np.ndarray, form: dict[str, Any]) -> VocabDivergence:
+    """By an operator of a form, or from full logits without one; each row has a token of its own."""
+    tokens = np.arange(len(policy))
+    if not form:
+        return divergences.vocab_divergence(policy, rollout, tokens)
+    unit = np.eye(len(policy), dtype=np.float32)
+    return ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, tokens, **form)
+
+
 @pytest.mark.parametrize(
     ("form", "absolute"),
     [({}, 0.0), ({"implementation": "chunked"}, 0.0), pytest.param(KERNELS, 4e-8, marks=pytest.mark.slow)],
@@ -328,12 +338,9 @@ def test_tokens_that_have_one_logit_in_both_policies(
     )
     policy = rollout + np.where(rng.random(rollout.shape) < 0.02, rng.choice([-1e-4, 1e-4], rollout.shape), 0.0)
     policy[np.arange(16), rollout.argmax(-1)] += top
-    policy, rollout, unit = policy.astype(np.float32), rollout.astype(np.float32), np.eye(16, dtype=np.float32)
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
     _, tv = tool.exact(policy, rollout)
-    if form:
-        out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.arange(16), **form)
-    else:
-        out = divergences.vocab_divergence(policy, rollout, np.arange(16))
+    out = divergence_of_logits(policy, rollout, form)
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3 if absolute else 1e-5, atol=absolute)
 
 
@@ -349,12 +356,9 @@ def test_a_likeliest_token_that_moves_beside_one_logit(form: dict[str, Any], abs
     rollout[:, 5] = 0.0
     policy = rollout + rng.choice([0.4, 3.0, 7.0], (32, 1))
     policy[:, 5] += moved
-    policy, rollout, unit = policy.astype(np.float32), rollout.astype(np.float32), np.eye(32, dtype=np.float32)
+    policy, rollout = policy.astype(np.float32), rollout.astype(np.float32)
     kl, tv = tool.exact(policy, rollout)
-    if form:
-        out = ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.arange(32), **form)
-    else:
-        out = divergences.vocab_divergence(policy, rollout, np.arange(32))
+    out = divergence_of_logits(policy, rollout, form)
     np.testing.assert_allclose(out.token_tv, tv, rtol=1e-3 if absolute else 1e-5, atol=absolute)
     if not absolute:
         np.testing.assert_allclose(out.token_kl, kl, rtol=1e-3)  # of 1e-11
@@ -409,17 +413,13 @@ def test_references_are_as_fine_as_the_temperature(
         np.testing.assert_allclose(got, tv, rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", [{"implementation": "reference"}, {"implementation": "chunked"}])
+@pytest.mark.parametrize("form", [{}, {"implementation": "reference"}, {"implementation": "chunked"}])
 def test_logits_near_the_largest_number(form: dict[str, str], tool: ModuleType) -> None:
     policy, rollout = np.array([[1e36, 1e36, 5e35]], np.float32), np.array([[0.0, 0.0, -1.0]], np.float32)
     kl, tv = tool.exact(policy.astype(float), rollout.astype(float))
-    unit = jnp.eye(1)
-    for out in (
-        ops.linear_vocab_divergence(unit, policy.T, unit, rollout.T, np.array([0]), **form),
-        divergences.vocab_divergence(policy, rollout, np.array([0])),
-    ):
-        np.testing.assert_allclose(out.token_kl, kl, rtol=1e-6)
-        np.testing.assert_allclose(out.token_tv, tv, rtol=1e-6)
+    out = divergence_of_logits(policy, rollout, form)
+    np.testing.assert_allclose(out.token_kl, kl, rtol=1e-6)
+    np.testing.assert_allclose(out.token_tv, tv, rtol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [1500, pytest.param(2304, marks=pytest.mark.slow)])

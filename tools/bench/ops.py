@@ -42,7 +42,7 @@ from trm_jax import ops
 from trm_jax.ops._dispatch import default_chunk_size
 from trm_jax.ops._head import Head, head_logits, product_precision
 from trm_jax.ops._rows import map_token_chunks
-from trm_jax.ops.linear_logps._vocabulary_chunks import vocabulary_chunks
+from trm_jax.ops.linear_logps._vocabulary_chunks import ContiguousChunks, vocabulary_chunks
 from trm_jax.types import VocabDivergence
 
 Array = jax.Array
@@ -146,22 +146,22 @@ def _forward_matmuls(heads: int) -> Callable[..., Any]:
 def _gradient_matmuls(hidden: Array, head: Array, rollout_hidden: Array, tokens: Array) -> tuple[Array, ...]:
     """Forward, then chunks of the vocabulary against all tokens: logits again, and both gradients."""
     (n, width), vocabulary = hidden.shape, head.shape[0]
-    size, count = vocabulary_chunks(vocabulary, n + 2 * width, default_chunk_size(jax.default_backend()))
+    size = default_chunk_size(jax.default_backend())
+    chunks = ContiguousChunks(vocabulary, *vocabulary_chunks(vocabulary, n + 2 * width, size))
     precision = product_precision(hidden, head)
-    rows = jnp.pad(head, [(0, size * count - vocabulary), (0, 0)]).reshape(count, size, width)
     wide = hidden.astype(jnp.float32)
 
     def step(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         grad_hidden, grad_head = carry
-        part = jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
+        part = chunks.chunk(head, index)
         dz = _made(head_logits(hidden, Head(part, None, None), None))
         grad_hidden += jnp.dot(dz, part.astype(jnp.float32), precision=precision)
         grad = jax.lax.dot_general(dz, wide, (((0,), (0,)), ((), ())), precision=precision)
-        return grad_hidden, jax.lax.dynamic_update_index_in_dim(grad_head, grad.astype(head.dtype), index, 0)
+        return grad_hidden, chunks.with_chunk(grad_head, grad.astype(head.dtype), index)
 
     (forward,) = _forward_matmuls(1)(hidden, head, rollout_hidden, tokens)
-    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(rows.shape, head.dtype)
-    return forward, *jax.lax.fori_loop(0, count, step, start)
+    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, head.dtype)
+    return forward, *jax.lax.fori_loop(0, chunks.number, step, start)
 
 
 def _loss(logps: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:

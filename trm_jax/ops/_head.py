@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 _INT8_ROWS = 4096
-_CAPS = 1e-30, 1e30
-"""Caps by which a float32 logit can be divided and multiplied."""
+_CAPS = 1e-30, 1e24
+"""Caps by which a float32 logit can be divided and multiplied, with any temperature."""
 
 
 class Head(NamedTuple):
@@ -172,7 +172,7 @@ def check_scaling(temperature: float, logit_soft_cap: float | None, chunk_size: 
     static(logit_soft_cap=logit_soft_cap, chunk_size=chunk_size)
     divisor = static_temperature(temperature, rows="each row of hidden (where there is no bias and no cap)")
     if logit_soft_cap is not None and not _CAPS[0] <= (cap := number("logit_soft_cap", logit_soft_cap)) <= _CAPS[1]:
-        raise ValueError(f"logit_soft_cap must lie in [1e-30, 1e+30], given {cap!r}: pass None for no cap")
+        raise ValueError(f"logit_soft_cap must lie in [1e-30, 1e+24], given {cap!r}: pass None for no cap")
     if chunk_size is not None and (isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__")):
         raise TypeError(f"chunk_size must be an integer, given {chunk_size!r}: pass the number of tokens of a chunk")
     in_range("chunk_size", chunk_size, low=1)

@@ -63,7 +63,7 @@ def linear_logps(
       tokens: ``[N]`` ids in ``[0, V)``; another id, as padding has (-1, say), gets a NaN log-prob and no gradient of
         it: mask with ``jnp.where(mask, logps, 0)``, since ``logps * mask`` stays NaN.
       temperature: at least 1e-6, static.
-      logit_soft_cap: from 1e-30 to 1e30, static; None for none.
+      logit_soft_cap: from 1e-30 to 1e24, static; None for none.
       bias: ``[V]`` float32 or bfloat16, added to the logits before the cap; ``-inf`` takes a token (a padding row of
         the head, say, which must be finite) out of the vocabulary. A value of at most -1e29, as masks have, is
         ``-inf``, and has no gradient.

@@ -1,8 +1,8 @@
 """Portable form that never holds ``[N, V]``: chunks of tokens forward, chunks of vocabulary backward.
 
 Forward, a chunk of tokens meets the whole vocabulary (every logit is computed once). Backward, a chunk of the
-vocabulary meets all tokens, so that each row of the head gradient is summed in float32 inside one product and written
-once. Both functions work on one shard of the vocabulary; ``_fused`` merges shards.
+vocabulary meets all tokens, so that each row of the head gradient is summed in float32 inside one product and never
+added to. Both functions work on one shard of the vocabulary; ``_fused`` merges shards.
 """
 
 from __future__ import annotations

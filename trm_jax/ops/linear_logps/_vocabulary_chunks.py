@@ -15,17 +15,17 @@ __all__ = ["ContiguousChunks", "StridedChunks", "vocabulary_chunks"]
 def vocabulary_chunks(vocabulary: int, held: int, chunk_size: int) -> tuple[int, int]:
     """``(size, number)`` of the backward chunks: ``[held, size]`` numbers take about the memory of ``[chunk_size, V]``.
 
-    A count that divides the vocabulary is preferred, because strided chunks would be padded, a copy of the head; among
+    A number that divides the vocabulary is preferred, because strided chunks would be padded, a copy of the head; among
     those one whose size is a multiple of 16, so that every chunk splits evenly over devices that share the vocabulary.
 
     >>> vocabulary_chunks(151_936, 4_096, 128), vocabulary_chunks(101, 64, 16)
     ((9496, 16), (32, 4))
     """
     ideal = min(max(1, math.ceil(held / chunk_size)), vocabulary)
-    counts = [n for n in range(math.ceil(ideal / 2), min(2 * ideal, vocabulary) + 1) if vocabulary % n == 0]
-    if counts:
-        count = min(counts, key=lambda n: (-math.gcd(vocabulary // n, 16), abs(n - ideal)))
-        return vocabulary // count, count
+    numbers = [n for n in range(math.ceil(ideal / 2), min(2 * ideal, vocabulary) + 1) if vocabulary % n == 0]
+    if numbers:
+        number = min(numbers, key=lambda n: (-math.gcd(vocabulary // n, 16), abs(n - ideal)))
+        return vocabulary // number, number
     size = min(16 * math.ceil(vocabulary / ideal / 16), vocabulary)
     return size, math.ceil(vocabulary / size)
 

@@ -71,7 +71,7 @@ def linear_vocab_divergence(
       tokens: ``[N]`` sampled ids in ``[0, V)``; another id, as padding has (-1, say), gets NaN log-probs: mask them
         with ``jnp.where``, not by a product. Divergences do not depend on the token.
       temperature: at least 1e-6, static; of both policies.
-      logit_soft_cap: from 1e-30 to 1e30, static; of both policies; None for none.
+      logit_soft_cap: from 1e-30 to 1e24, static; of both policies; None for none.
       policy_bias: ``[V]`` added to the policy's logits before the cap; ``-inf`` takes a token (a padding row of the
         head, say, which must be finite) out of its vocabulary. A value of at most -1e29, as masks have, is ``-inf``.
       rollout_bias: likewise of the engine.

@@ -29,8 +29,8 @@ def short_references(
     They are short numbers, which leave a logit as it is when subtracted from it, and take the policy whose top is
     larger in magnitude to where the other one is, since no digit is lost on the way down. So the difference of two
     logits that are equal or close stays exact, where distances from the tops would be rounded apart. Products with
-    powers of two are exact: whatever the compiler fuses and makes again, the references are the same. They stand apart
-    as they do, which is their rounded distance but for tops of more than 14 binary digits.
+    powers of two are exact: whatever the compiler fuses and makes again, the references are the same. ``excess``
+    counts from them as they are: of tops with many digits before the point, their distance is rounded once more.
 
     Args:
       policy_top: ``[...]`` finite; ``rollout_top`` too.
