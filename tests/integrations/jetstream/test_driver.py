@@ -135,6 +135,7 @@ def test_sequences_go_on_under_new_weights_and_every_token_says_which(tools):
         compiled = tools.slot_engine().compilations()
         swap = threading.Thread(target=driver.update, args=(tools.slot_engine().load(2, tools.params(1)),))
         swap.start()
+        tools.until(lambda: driver._exchange.waiting or driver.version == 2)
         engine.allow(1)  # a call may have begun to wait before the weights came
         swap.join()
         assert driver.version == 2
@@ -161,6 +162,7 @@ def test_sequences_can_finish_first(tools):
         policy = tools.slot_engine().load(2, tools.params(1))
         swap = threading.Thread(target=driver.update, args=(policy,), kwargs={"finish_first": True})
         swap.start()
+        tools.until(lambda: driver._exchange.waiting)
         waiting = tools.ask(driver, long[4])
         engine.allow(2)
         tools.until(lambda: driver.counters.chunks == 2)
